@@ -1,0 +1,40 @@
+"""Train models larger than memory: ZeRO Stage 3 on a tiered store of device memory, RAM and NVMe, in a plain loop."""
+
+from tiered.api import close, deferred_init, gather, shard, stats
+from tiered.config import Config, Emulation, MixedPrecision
+from tiered.errors import (
+    BudgetError,
+    ConfigError,
+    CorruptDataError,
+    StorageError,
+    SwapDirectoryError,
+    SwapFullError,
+    TieredError,
+    UsageError,
+)
+from tiered.estimate import Estimate, estimate
+from tiered.optim.adamw import AdamW
+from tiered.stats import Stats
+
+__all__ = [
+    "AdamW",
+    "BudgetError",
+    "close",
+    "Config",
+    "ConfigError",
+    "CorruptDataError",
+    "deferred_init",
+    "Emulation",
+    "Estimate",
+    "estimate",
+    "gather",
+    "MixedPrecision",
+    "shard",
+    "Stats",
+    "stats",
+    "StorageError",
+    "SwapDirectoryError",
+    "SwapFullError",
+    "TieredError",
+    "UsageError",
+]

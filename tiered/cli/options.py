@@ -1,0 +1,203 @@
+"""The command line, parsed and checked once into an `Order`; nothing after it looks at strings.
+
+Owns the options, their help and their limits. Bad input is one line on stderr and exit code 2: an argument's name, what
+was got, what was expected. Memory sizes and tiers are checked by `tiered.Config`, which names the same words.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+import tiered
+from tiered.cli.gpt import GPTShape
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BYTES = 256
+"""Vocabulary of a model that reads bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What is trained on what, with which numbers; the same for the tiered and the plain run."""
+
+    context: int
+    batch: int
+    accumulate: int
+    steps: int
+    lr: float
+    weight_decay: float
+    max_grad_norm: float | None
+    """None: gradients are not clipped."""
+    seed: int
+    dtype: torch.dtype
+
+    @property
+    def tokens(self) -> int:
+        """Tokens (bytes) of one optimizer step."""
+        return self.context * self.batch * self.accumulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """One run of `tiered train`."""
+
+    files: tuple[Path, ...]
+    shape: GPTShape
+    recipe: Recipe
+    config: tiered.Config
+    deferred: bool
+    compare_plain: bool
+    json: str | None
+    """Where the result goes: a path, "-" for stdout, or None."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with code 2."""
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def parse(arguments: Sequence[str] | None) -> Order:
+    """The order that the command line gives; exits with 0 after --help and --version and with 2 after bad input.
+
+    Raises tiered.ConfigError for values that are impossible together.
+    """
+    parser = Parser(prog="tiered", description="Train PyTorch models larger than the GPU's memory and larger than RAM.")
+    parser.add_argument("--version", action="version", version=f"tiered {version('tiered')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    train = commands.add_parser(
+        "train",
+        help="train a byte-level GPT on text files",
+        description="Train a byte-level GPT on text files (by default the sources of Python's standard library) "
+        "within the memory given, and report what moved where.",
+        epilog="Sizes are written as 64MiB, 1.5GiB or a number of bytes.",
+        allow_abbrev=False,
+    )
+    _add_model(train.add_argument_group("model"))
+    _add_recipe(train.add_argument_group("training"))
+    _add_placement(train.add_argument_group("placement"))
+    _add_output(train.add_argument_group("output"))
+    return _order(parser.parse_args(arguments))
+
+
+def _add_model(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("files", nargs="*", type=Path, metavar="TEXT_FILE", help="text to train on, read as bytes")
+    group.add_argument("--layers", type=_count, default=4, help="transformer blocks (%(default)s)")
+    group.add_argument("--hidden", type=_count, default=256, help="width of the model (%(default)s)")
+    group.add_argument("--heads", type=_count, default=4, help="attention heads, a divisor of --hidden (%(default)s)")
+    group.add_argument("--tied-head", action="store_true", help="use the embedding's matrix as output head")
+    group.add_argument(
+        "--checkpoint-activations", action="store_true", help="recompute each block's activations in backward"
+    )
+
+
+def _add_recipe(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--context", type=_count, default=128, help="bytes of text a sequence (%(default)s)")
+    group.add_argument("--batch", type=_count, default=4, help="sequences a backward pass (%(default)s)")
+    group.add_argument("--accumulate", type=_count, default=1, help="backward passes a step (%(default)s)")
+    group.add_argument("--steps", type=_count, default=20, help="optimizer steps (%(default)s)")
+    group.add_argument("--lr", type=_positive, default=3e-4, help="AdamW's learning rate (%(default)s)")
+    group.add_argument("--weight-decay", type=_not_negative, default=0.1, help="AdamW's weight decay (%(default)s)")
+    group.add_argument(
+        "--max-grad-norm", type=_not_negative, default=1.0, help="clip the global norm to this; 0: never (%(default)s)"
+    )
+    group.add_argument("--seed", type=_seed, default=0, help="seed of weights and batches (%(default)s)")
+    group.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the weights at work; the master is fp32")
+
+
+def _add_placement(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--device", help="cuda, cpu or emulated; by default what this machine has")
+    group.add_argument("--device-budget", metavar="SIZE", help="model bytes on the device at once")
+    group.add_argument("--host-budget", metavar="SIZE", help="bytes of RAM for model states and buffers")
+    group.add_argument(
+        "--nvme", action="append", type=Path, metavar="FOLDER", help="swap folder on a drive; repeat for several drives"
+    )
+    group.add_argument("--param-tier", metavar="TIER", default="auto", help="auto, device, host or nvme")
+    group.add_argument("--optimizer-tier", metavar="TIER", default="auto", help="auto, device, host or nvme")
+    group.add_argument(
+        "--deferred",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="place each weight as it is made, so that the whole model is never in RAM (on)",
+    )
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--json", metavar="PATH", help="write the result there as JSON; - is stdout")
+    group.add_argument(
+        "--compare-plain",
+        action="store_true",
+        help="train the same model in plain PyTorch afterwards; exit code 1 if the losses differ",
+    )
+
+
+def _order(given: argparse.Namespace) -> Order:
+    if given.compare_plain and given.dtype == "fp16":
+        raise tiered.ConfigError("--compare-plain: got it with --dtype fp16, expected --dtype fp32 or bf16")
+    dtype = DTYPES[given.dtype]
+    shape = GPTShape(
+        vocabulary=BYTES,
+        hidden=given.hidden,
+        layers=given.layers,
+        heads=given.heads,
+        tied_head=given.tied_head,
+        checkpoint_activations=given.checkpoint_activations,
+    )
+    recipe = Recipe(
+        context=given.context,
+        batch=given.batch,
+        accumulate=given.accumulate,
+        steps=given.steps,
+        lr=given.lr,
+        weight_decay=given.weight_decay,
+        max_grad_norm=given.max_grad_norm or None,
+        seed=given.seed,
+        dtype=dtype,
+    )
+    return Order(
+        files=tuple(given.files),
+        shape=shape,
+        recipe=recipe,
+        config=_config(given, dtype),
+        deferred=given.deferred,
+        compare_plain=given.compare_plain,
+        json=given.json,
+    )
+
+
+def _config(given: argparse.Namespace, dtype: torch.dtype) -> tiered.Config:
+    settings: dict[str, Any] = {
+        name: getattr(given, name)
+        for name in ("device", "device_budget", "host_budget", "nvme", "param_tier", "optimizer_tier")
+        if getattr(given, name) is not None
+    }
+    if dtype != torch.float32:
+        settings["precision"] = tiered.MixedPrecision(param_dtype=dtype)
+    return tiered.Config(**settings)
+
+
+def _number(kind: Callable[[str], float], holds: Callable[[float], bool], expected: str) -> Callable[[str], float]:
+    def parse_number(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not holds(value):  # false for NaN whatever the bound
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
+        return value
+
+    return parse_number
+
+
+_count = _number(int, lambda value: value >= 1, "a whole number of at least 1")
+_seed = _number(int, lambda value: 0 <= value < 2**31, "a whole number from 0 to 2147483647")
+_positive = _number(float, lambda value: 0 < value < math.inf, "a number above 0")
+_not_negative = _number(float, lambda value: 0 <= value < math.inf, "a number of 0 or more")

@@ -1,0 +1,136 @@
+"""One training run: the loop that both the tiered and the plain run go through, and the tiered run itself.
+
+Owns the order of calls and when to stop. Leaves what is shown to an `Observer`, memory to the package under test.
+
+1. Tiered and plain differ only in the `Learner`: the same seed gives both the same weights and the same batches.
+2. A stop signal ends the loop between two backward passes; gradients without a step are dropped.
+3. However the run ends, the model is closed, which waits for what is in flight and removes the swap files.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+import tiered
+from tiered.cli.corpus import Corpus
+from tiered.cli.gpt import GPT, GPTShape
+from tiered.cli.memory import ResidentGrowth
+from tiered.cli.options import Order, Recipe
+from tiered.cli.signals import StopSignal
+
+
+class Learner(Protocol):
+    """A model with its optimizer."""
+
+    def backward(self, tokens: Tensor, targets: Tensor, share: float) -> float:
+        """Forward and backward of `share` times the loss; returns the whole loss."""
+
+    def step(self) -> None:
+        """Applies the gradients and drops them."""
+
+    def drop(self) -> None:
+        """Drops the gradients."""
+
+
+Observer = Callable[[int, float, float], None]
+"""Called after each step with its number from 1, its mean loss and the seconds it took."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a tiered run gave: as many losses and seconds as steps were finished."""
+
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    peak_growth_bytes: int = 0
+    """Peak resident bytes above those of the process before the model was made."""
+    stats: tiered.Stats | None = None
+    """None where the run was stopped before its first step."""
+
+
+def run_steps(learner: Learner, corpus: Corpus, recipe: Recipe, stop: StopSignal, observe: Observer) -> None:
+    """Trains until the recipe's steps are done or a stop signal comes."""
+    for step in range(recipe.steps):
+        start, loss = time.perf_counter(), 0.0
+        for micro in range(recipe.accumulate):
+            if stop.requested:
+                learner.drop()
+                return
+            tokens, targets = corpus.batch(
+                batch=recipe.batch, context=recipe.context, seed=recipe.seed, index=step * recipe.accumulate + micro
+            )
+            loss += learner.backward(tokens, targets, 1 / recipe.accumulate) / recipe.accumulate
+        learner.step()
+        observe(step + 1, loss, time.perf_counter() - start)
+
+
+class TieredLearner:
+    """A sharded model and the package's AdamW."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+        self._model = model
+        self.device = next(model.parameters()).device
+        self._scaled = recipe.dtype == torch.float16  # small fp16 gradients vanish unless the loss is scaled
+        self._optimizer = tiered.AdamW(
+            model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay, max_grad_norm=recipe.max_grad_norm
+        )
+
+    def backward(self, tokens: Tensor, targets: Tensor, share: float) -> float:
+        """Forward and backward of `share` times the loss; returns the whole loss."""
+        loss: Tensor = self._model(tokens.to(self.device), targets.to(self.device))
+        scaled = self._optimizer.scale_loss(loss * share) if self._scaled else loss * share
+        scaled.backward()
+        return loss.item()
+
+    def step(self) -> None:
+        """Applies the gradients and drops them."""
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def drop(self) -> None:
+        """Drops the gradients."""
+        self._optimizer.zero_grad()
+
+
+def train_tiered(
+    order: Order, corpus: Corpus, stop: StopSignal, outcome: Outcome, observe: Callable[[nn.Module], Observer]
+) -> torch.device:
+    """Trains within the order's memory and fills `outcome` as it goes, so that what is done survives an error.
+
+    Returns the device that computed.
+    """
+    _warm_up(order.recipe)
+    growth = ResidentGrowth()
+    torch.manual_seed(order.recipe.seed)
+    with tiered.deferred_init(order.config) if order.deferred else contextlib.nullcontext():
+        model = GPT(order.shape)
+    tiered.shard(model, order.config)
+    try:
+        show = observe(model)
+
+        def note(step: int, loss: float, seconds: float) -> None:
+            outcome.losses.append(loss)
+            outcome.seconds.append(seconds)
+            show(step, loss, seconds)
+
+        learner = TieredLearner(model, order.recipe)
+        run_steps(learner, corpus, order.recipe, stop, note)
+    finally:
+        outcome.peak_growth_bytes = growth.peak_bytes()
+        outcome.stats = tiered.stats(model)
+        tiered.close(model, keep_weights=False)  # all weights at once may be more than there is memory
+    return learner.device
+
+
+def _warm_up(recipe: Recipe) -> None:
+    """Runs one tiny plain step, so that code pages and thread pools of torch do not count as the model's memory."""
+    model = GPT(GPTShape(vocabulary=8, hidden=8, layers=1, heads=1)).to(recipe.dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    model(tokens, tokens).backward()
+    optimizer.step()

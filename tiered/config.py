@@ -1,0 +1,171 @@
+"""Settings: what a user may choose, checked when it is chosen.
+
+Owns the spelling and the range of every setting. Invariants:
+1. A `Config` that exists is self-consistent; sizes are whole bytes, directories are absolute paths.
+2. Nothing here looks at a model or a machine: whether budgets suffice for a model is `store.placement`'s question.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from tiered.errors import ConfigError
+
+TierName = Literal["auto", "device", "host", "nvme"]
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS |= {f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power, _letter: 1024**_power}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_size(value: int | str, field: str = "size") -> int:
+    """Whole bytes from an int or text such as "512MiB", "20GiB", "1.5GB" (MiB = 2**20, MB = 10**6).
+
+    Raises ConfigError naming `field` where the text is no size or the size is negative.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str) and (match := _SIZE.fullmatch(value)) and match[2].lower() in _UNITS:
+        return int(float(match[1]) * _UNITS[match[2].lower()])
+    raise ConfigError(f"{field}={value!r} is not a size: give bytes as an int, or text such as '512MiB' or '20GiB'")
+
+
+def format_size(nbytes: int) -> str:
+    """`nbytes` for people: "64.0 MiB"."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixedPrecision:
+    """Which dtypes compute and gradients use; optimizer states and master weights are always fp32.
+
+    param_dtype: the dtype parameters have while they compute; None keeps each parameter's own dtype.
+    reduce_dtype: the dtype gradients are reduced and accumulated in; None means the compute dtype.
+    cast_inputs: cast floating-point tensors given to the model's forward to `param_dtype`.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    cast_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        allowed = (None, torch.float32, torch.bfloat16, torch.float16)
+        for field in ("param_dtype", "reduce_dtype"):
+            if getattr(self, field) not in allowed:
+                raise ConfigError(f"{field}={getattr(self, field)!r}: use torch.float32, bfloat16, float16 or None")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Emulation:
+    """How device="emulated" behaves: link speeds in bytes per second (None: unthrottled), a random delay of up to
+    `max_delay_s` seconds before every copy, and `poison`: freed and not yet arrived device memory reads as NaN."""
+
+    h2d_bytes_per_s: float | None = None
+    d2h_bytes_per_s: float | None = None
+    max_delay_s: float = 0.0
+    seed: int = 0
+    poison: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("h2d_bytes_per_s", "d2h_bytes_per_s"):
+            speed = getattr(self, field)
+            if speed is not None and not speed > 0:
+                raise ConfigError(f"{field}={speed!r}: a link speed is a positive number of bytes per second, or None")
+        if not self.max_delay_s >= 0:
+            raise ConfigError(f"max_delay_s={self.max_delay_s!r}: a delay is a number of seconds >= 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Where a model's states may live, and how much of each memory they may use.
+
+    device: "cuda", "cpu" or "emulated"; None picks cuda if present, else cpu.
+    device_budget: bytes (or "20GiB") that gathered parameters may take on the device. None: on a GPU what is free, on
+        a CPU a window of the three largest groups.
+    host_budget: bytes of RAM for everything kept on the host: parameters, gradients, optimizer states, staging.
+        None: four fifths of the memory that is available (cgroup limits respected).
+    nvme: directory or directories for swap files; None: nothing goes to a drive.
+    param_tier, optimizer_tier: "device", "host", "nvme", or "auto": the fastest tier first within the budgets, what
+        does not fit goes down, group by group.
+    stage: ZeRO stage; 3 partitions parameters, gradients and optimizer states.
+    groups: module classes whose instances are each gathered as one group; None: elements of ModuleList and
+        Sequential, large single layers, and the rest.
+    io_threads: threads per drive.
+
+    Raises ConfigError naming field, value and what would work.
+    """
+
+    device: str | None = None
+    device_budget: int | str | None = None
+    host_budget: int | str | None = None
+    nvme: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None
+    param_tier: TierName = "auto"
+    optimizer_tier: TierName = "auto"
+    stage: int = 3
+    precision: MixedPrecision = MixedPrecision()
+    groups: tuple[type[torch.nn.Module], ...] | None = None
+    io_threads: int = 8
+    emulation: Emulation = Emulation()
+
+    def __post_init__(self) -> None:
+        if self.device not in (None, "cuda", "cpu", "emulated"):
+            raise ConfigError(f"device={self.device!r}: use 'cuda', 'cpu', 'emulated', or None to choose")
+        for field in ("device_budget", "host_budget"):
+            value = getattr(self, field)
+            if value is not None:
+                object.__setattr__(self, field, parse_size(value, field))
+        for field in ("param_tier", "optimizer_tier"):
+            if getattr(self, field) not in ("auto", "device", "host", "nvme"):
+                raise ConfigError(f"{field}={getattr(self, field)!r}: use 'auto', 'device', 'host' or 'nvme'")
+        object.__setattr__(self, "nvme", _directories(self.nvme))
+        for field in ("param_tier", "optimizer_tier"):
+            if getattr(self, field) == "nvme" and not self.nvme:
+                raise ConfigError(f"{field}='nvme' needs a swap directory: set nvme='/path/on/a/drive'")
+        if self.stage != 3:
+            raise ConfigError(f"stage={self.stage!r}: this version supports stage=3")
+        if not isinstance(self.io_threads, int) or not 1 <= self.io_threads <= 256:
+            raise ConfigError(f"io_threads={self.io_threads!r}: use a whole number from 1 to 256")
+        for field, kind in (("precision", MixedPrecision), ("emulation", Emulation)):
+            if not isinstance(getattr(self, field), kind):
+                raise ConfigError(f"{field}={getattr(self, field)!r}: give a tiered.{kind.__name__}(...)")
+        if self.groups is not None:
+            groups = tuple(self.groups)
+            if not all(isinstance(g, type) and issubclass(g, torch.nn.Module) for g in groups):
+                raise ConfigError(f"groups={self.groups!r}: give a tuple of torch.nn.Module classes, or None")
+            object.__setattr__(self, "groups", groups)
+
+    @property
+    def device_name(self) -> str:
+        """The device chosen: `device`, or cuda where a GPU is present, else cpu."""
+        return self.device or ("cuda" if torch.accelerator.is_available() else "cpu")
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """Swap directories as absolute paths; empty where nothing goes to a drive."""
+        return self.nvme  # type: ignore[return-value]
+
+
+def _directories(
+    nvme: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None,
+) -> tuple[Path, ...]:
+    if nvme is None:
+        return ()
+    given = [nvme] if isinstance(nvme, (str, os.PathLike)) else list(nvme)
+    if not all(isinstance(d, (str, os.PathLike)) and os.fspath(d) for d in given):
+        raise ConfigError(f"nvme={nvme!r}: give a directory, or a list of directories")
+    found = tuple(Path(os.path.abspath(os.path.expanduser(d))) for d in given)
+    if len(set(found)) != len(found):
+        raise ConfigError(f"nvme={[str(d) for d in found]!r}: the same directory is named twice")
+    return found

@@ -1,0 +1,97 @@
+"""Tickets: one asynchronous operation each, to ask, to wait for, or to continue from.
+
+Invariants: 1. `wait` raises what the operation raised, every time it is called. 2. A done-callback runs exactly once,
+on failure too, perhaps on the thread that finished the work.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Ticket(Protocol):
+    """One asynchronous operation."""
+
+    def done(self) -> bool:
+        """True once the operation has succeeded or failed."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until it is done; raises its error, or TimeoutError after `timeout` seconds."""
+
+    def add_done_callback(self, fn: Callable[[], None]) -> None:
+        """Run `fn` once when done, at once if it already is."""
+
+
+class Completion:
+    """A ticket that somebody else completes with `finish`."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[], None]] = []
+
+    def done(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        if not self._event.wait(timeout):
+            raise TimeoutError(f"the operation did not finish within {timeout} s")
+        if self._error is not None:
+            raise self._error
+
+    def add_done_callback(self, fn: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._event.is_set():
+                self._callbacks.append(fn)
+                return
+        fn()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Complete the operation, with its error if it failed; called once."""
+        with self._lock:
+            self._error = error
+            self._event.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for fn in callbacks:
+            fn()
+
+
+class Finished:
+    """A ticket of work that was over before it was asked for."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        return None
+
+    def add_done_callback(self, fn: Callable[[], None]) -> None:
+        fn()
+
+
+def chain(first: Ticket, then: Callable[[], Ticket]) -> Ticket:
+    """A ticket for `first` followed by what `then` starts; `then` runs on the thread that finishes `first`."""
+    whole = Completion()
+
+    def finish(ticket: Ticket) -> None:
+        try:
+            ticket.wait(0)
+        except BaseException as error:
+            whole.finish(error)
+        else:
+            whole.finish()
+
+    def continued() -> None:
+        try:
+            first.wait(0)
+            second = then()
+        except BaseException as error:
+            whole.finish(error)
+            return
+        second.add_done_callback(lambda: finish(second))
+
+    first.add_done_callback(continued)
+    return whole

@@ -1,0 +1,16 @@
+"""Bytes in swap files: extents striped over drives, asynchronous reads and writes, a checksum for every piece.
+
+    swapfile    SwapSpace: what the store uses
+    extent      what it allocates: pieces, and where they lie
+    transfer    what its reads and writes return: tickets
+    drive       one drive's file: descriptors, direct I/O, which byte ranges are free
+    directory   who owns a swap directory, and what a dead owner left behind
+    engine      the interface of an I/O engine, the native one, and the choice between the two
+    portable    the same interface on aiofiles, where the extension is missing
+
+Knows addresses and byte counts; what they mean is the business of whoever allocated them.
+"""
+
+from tiered.io.swapfile import Extent, SwapSpace, SwapStats, Ticket
+
+__all__ = ["Extent", "SwapSpace", "SwapStats", "Ticket"]

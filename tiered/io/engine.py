@@ -1,0 +1,318 @@
+"""The interface of an I/O engine, the native engine, and the choice between it and the portable one.
+
+An engine serves one drive's file. It takes requests, each a list of pieces that all go one way, runs their pieces in
+parallel, and keeps a record of each piece in a table that the caller owns:
+
+    blank --submit write--> WRITING --ok--> VALID --read--> verified bytes
+      |                        `--error--> INVALID --read--> failure
+      `--read--> zeros
+
+Invariants (both engines; csrc/io_engine.h states them for the native one):
+1. A piece is moved whole, or its request fails; a failed request still attempts its other pieces.
+2. The engine turns WRITING into VALID or INVALID and stores the checksum; the caller sets WRITING before it submits.
+3. Callbacks run once, also after a failure, on the engine's completion thread, or at once where the request is done.
+4. `close()` waits for everything submitted. After it, and in a forked child, `submit` raises UsageError.
+5. Nothing of an engine keeps the interpreter from ending: threads are daemons, blocking calls into the extension are
+   counted, and `close()`, which SwapSpace runs before the interpreter goes, ends them all.
+
+Checksums are the engine's own affair (native: CRC-32C, portable: zlib's CRC-32): a table never outlives its engine.
+Leaves to swapfile.py where pieces lie and which calls may overlap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+import logging
+import os
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tiered.errors import UsageError
+from tiered.io.drive import Drive
+
+_LOGGER = logging.getLogger("tiered")
+_POLL_SECONDS = 0.1  # how often a wait comes back to Python, so that Ctrl-C is seen
+_CLOSE_SECONDS = 10.0  # how long close() waits for a callback that does not return
+
+Mode = Literal["native", "portable"]
+Records = npt.NDArray[np.void]
+RECORD = np.dtype([("checksum", np.uint32), ("state", np.uint32)])  # the layout of tiered::PieceRecord
+
+
+class PieceState(enum.IntEnum):
+    """What a piece's record says about its bytes in the file; drawn above."""
+
+    BLANK = 0
+    WRITING = 1
+    VALID = 2
+    INVALID = 3
+
+
+class Piece(NamedTuple):
+    """One contiguous transfer: `nbytes` between memory at `address` and the file at `offset` (a multiple of 4096)."""
+
+    address: int
+    offset: int
+    nbytes: int
+    record: int  # index in the request's table of records
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request failed, for its lowest failed piece.
+
+    `fault` is "system" (a system call, see `errno`), "short_end" (the file ended), "checksum" (other bytes than were
+    written) or "invalid" (the last write of the piece failed or has not finished).
+    """
+
+    fault: str
+    errno: int
+    piece: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Totals of one engine: bytes of pieces that succeeded, and seconds with at least one piece in flight."""
+
+    bytes_read: int
+    bytes_written: int
+    busy_seconds: float
+
+
+class Submission(Protocol):
+    """One request under way."""
+
+    def done(self) -> bool:
+        """Whether every piece has succeeded or failed."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits up to `timeout` seconds (None: no limit) and returns `done()`."""
+
+    def failure(self) -> Failure | None:
+        """The failure, once done; None while running and after success."""
+
+    def add_done_callback(self, fn: Callable[[], None]) -> None:
+        """Runs `fn` once when done (invariant 3)."""
+
+
+class Engine(Protocol):
+    """What moves bytes between memory and one drive's file."""
+
+    @property
+    def mode(self) -> Mode:
+        """Which engine this is."""
+
+    def submit(self, write: bool, pieces: Sequence[Piece], records: Records) -> Submission:
+        """Starts a request. The caller keeps the memory alive until it is done; the engine keeps `records`."""
+
+    def counters(self) -> Counters:
+        """The totals so far."""
+
+    def in_callback(self) -> bool:
+        """Whether the caller is a callback of this engine, which must not close it."""
+
+    def close(self) -> None:
+        """Waits for everything submitted and ends the threads. Idempotent; not from a callback."""
+
+
+class CompletionThread:
+    """Runs completion callbacks one after another on a thread of its own, started when the first is wanted.
+
+    So a callback may wait for other I/O, and a slow one delays only other callbacks. An exception in a callback is
+    logged, as there is no caller to raise it to.
+    """
+
+    def __init__(self, take: Callable[[], Callable[[], None] | None]) -> None:
+        """`take` blocks for the next callback and gives None when there will be no more."""
+        self._take = take
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Starts the thread unless it runs already."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="tiered-io-completion", daemon=True)
+                self._thread.start()
+
+    def is_current(self) -> bool:
+        """Whether the caller is a callback."""
+        return self._thread is threading.current_thread()
+
+    def join(self) -> None:
+        """Waits for the thread to end, for a limited time: a callback that never returns must not hold up an exit."""
+        if self._thread is not None:
+            self._thread.join(_CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        while (fn := self._take()) is not None:
+            run_callback(fn)
+
+
+def run_callback(fn: Callable[[], None]) -> None:
+    """Runs a completion callback and logs what it raises."""
+    try:
+        fn()
+    except Exception:
+        _LOGGER.exception("a completion callback raised")
+
+
+def usable(owner: int, closed: bool) -> None:
+    """Raises UsageError where an engine opened by process `owner` can take no request."""
+    if os.getpid() != owner:
+        raise UsageError("this swap space belongs to the parent process; open a new one after the fork")
+    if closed:
+        raise UsageError("this swap space is closed; open a new one")
+
+
+class _NativeRequest(Protocol):
+    """The extension's `Request` (csrc/io_engine.h)."""
+
+    def done(self) -> bool: ...
+    def wait(self, seconds: float) -> bool: ...
+    def failure(self) -> tuple[str, int, int] | None: ...
+    def notify(self, token: int) -> bool: ...
+
+
+class NativeEngine:
+    """The engine of the extension `tiered._native` on one drive."""
+
+    mode: Mode = "native"
+
+    def __init__(self, native: types.ModuleType, drive: Drive, *, threads: int, piece_bytes: int) -> None:
+        self._engine = native.IoEngine(drive.buffered_fd, drive.direct_fd, threads, piece_bytes)
+        self._owner = os.getpid()
+        self._lock = threading.Lock()  # guards what follows
+        self._tokens = itertools.count()
+        self._callbacks: dict[int, Callable[[], None]] = {}
+        self._closed = False
+        self._inside = 0  # threads in a blocking call of the extension
+        self._completion = CompletionThread(self._next_callback)
+
+    def submit(self, write: bool, pieces: Sequence[Piece], records: Records) -> Submission:
+        usable(self._owner, self._closed)
+        return _NativeSubmission(self, self._engine.submit(write, pieces, records.ctypes.data), records)
+
+    def counters(self) -> Counters:
+        return Counters(*self._engine.counters())
+
+    def in_callback(self) -> bool:
+        return self._completion.is_current()
+
+    def check_process(self) -> None:
+        """Raises UsageError in a forked child, where nothing in flight ever ends."""
+        usable(self._owner, closed=False)
+
+    @contextlib.contextmanager
+    def blocking(self) -> Iterator[None]:
+        """Counts a blocking call of the extension, so that close() can see every thread back in Python."""
+        with self._lock:
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+
+    def notify(self, request: _NativeRequest, fn: Callable[[], None]) -> None:
+        """Arranges for `fn` to run when `request` is done."""
+        self._completion.start()
+        with self._lock:
+            token = next(self._tokens)
+            self._callbacks[token] = fn
+        if not request.notify(token):
+            with self._lock:
+                del self._callbacks[token]
+            run_callback(fn)
+
+    def close(self) -> None:
+        if os.getpid() != self._owner:
+            return  # invariant 4: the threads are the parent's
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._engine.close()
+        self._completion.join()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while self._inside and time.monotonic() < deadline:
+            time.sleep(0.001)  # every request is done, so whoever is inside is on the way out
+
+    def _next_callback(self) -> Callable[[], None] | None:
+        with self.blocking():
+            token = self._engine.next_notification()
+        if token is None:
+            return None
+        with self._lock:
+            return self._callbacks.pop(token)
+
+
+class _NativeSubmission:
+    """A request of the native engine; keeps its engine and the table of records alive."""
+
+    def __init__(self, engine: NativeEngine, request: _NativeRequest, records: Records) -> None:
+        self._engine = engine
+        self._request = request
+        self._records = records
+
+    def done(self) -> bool:
+        return self._request.done()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if self.done():
+            return True
+        self._engine.check_process()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = _POLL_SECONDS if deadline is None else deadline - time.monotonic()
+            with self._engine.blocking():
+                if self._request.wait(max(0.0, min(left, _POLL_SECONDS))):
+                    return True
+            if deadline is not None and time.monotonic() >= deadline:
+                return self.done()
+
+    def failure(self) -> Failure | None:
+        found = self._request.failure()
+        return None if found is None else Failure(*found)
+
+    def add_done_callback(self, fn: Callable[[], None]) -> None:
+        if self.done():
+            run_callback(fn)
+        else:
+            self._engine.check_process()
+            self._engine.notify(self._request, fn)
+
+
+def open_engine(drive: Drive, *, threads: int, piece_bytes: int) -> Engine:
+    """The engine that `chosen_mode` names; raises ValueError or UsageError on impossible sizes."""
+    native = _load_native()
+    if native is not None:
+        return NativeEngine(native, drive, threads=threads, piece_bytes=piece_bytes)
+    from tiered.io.portable import PortableEngine  # it imports this module's interface
+
+    return PortableEngine(drive, threads=threads, piece_bytes=piece_bytes)
+
+
+def chosen_mode() -> Mode:
+    """Native where the extension is there, unless the environment says TIERED_PORTABLE=1."""
+    return "portable" if _load_native() is None else "native"
+
+
+def _load_native() -> types.ModuleType | None:
+    if os.environ.get("TIERED_PORTABLE", "") not in ("", "0"):
+        return None
+    try:
+        import tiered._native as native
+    except ImportError:
+        return None
+    module: types.ModuleType = native
+    return module

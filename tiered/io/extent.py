@@ -1,0 +1,74 @@
+"""Extents: how many bytes, cut into which pieces, and where each piece lies on the drives.
+
+An extent is a run of bytes cut into pieces of `piece_bytes` (the last may be shorter). Piece i lies on drive
+(first + i) mod drives, in slot i div drives of that drive's range, so a large transfer keeps every drive busy:
+
+    pieces   0 1 2 3 4 5 6             two drives, first = 0
+    drive 0  0 2 4 6                   one contiguous range each
+    drive 1  1 3 5
+
+Invariant: the arithmetic of placement is in Stripes alone; ranges on a drive are whole blocks.
+Leaves to drive.py which range a drive gives, and to swapfile.py every change of an extent's state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tiered.io.drive import BLOCK
+from tiered.io.engine import PieceState, Records, Submission
+
+
+@dataclass(frozen=True, slots=True)
+class Stripes:
+    """Where the pieces of an extent lie: the one place that knows the arithmetic."""
+
+    nbytes: int
+    piece_bytes: int
+    drives: int
+    first: int  # drive of piece 0
+
+    @property
+    def pieces(self) -> int:
+        return -(-self.nbytes // self.piece_bytes)
+
+    def size(self, piece: int) -> int:
+        """Bytes of a piece."""
+        return min(self.piece_bytes, self.nbytes - piece * self.piece_bytes)
+
+    def place(self, piece: int) -> tuple[int, int]:
+        """A piece's drive, and its offset in that drive's range."""
+        return (self.first + piece) % self.drives, piece // self.drives * self.piece_bytes
+
+    def span(self, drive: int) -> int:
+        """Bytes of a drive's range, in whole blocks; 0 where no piece lies on it."""
+        last = self.pieces - 1 - (self.first + self.pieces - 1 - drive) % self.drives
+        if last < 0:
+            return 0
+        nbytes = self.place(last)[1] + self.size(last)
+        return -(-nbytes // BLOCK) * BLOCK
+
+
+@dataclass(slots=True, eq=False)
+class Extent:
+    """Space for `nbytes` bytes in a swap space; made by `allocate`, and of no use after `free`.
+
+    `records` has one (checksum, state) a piece, kept up to date by the engines.
+    """
+
+    nbytes: int
+    label: str  # for messages
+    stripes: Stripes
+    starts: tuple[int, ...]  # of its range on each drive
+    records: Records  # (pieces,)
+    in_flight: list[Submission] = field(default_factory=list)
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces it has."""
+        return self.stripes.pieces
+
+    @property
+    def blank(self) -> bool:
+        """True while nothing was ever written to it."""
+        return bool((self.records["state"] == PieceState.BLANK).all())

@@ -1,0 +1,258 @@
+"""AdamW over sharded parameters: a torch.optim.Optimizer whose step is the one commit of a training step.
+
+Decoupled weight decay (Loshchilov and Hutter, 2019), exact global-norm clipping, dynamic loss scaling. A step runs in
+phases: gradients are complete -> norm -> skip or clip factor -> every chunk is updated -> step counts advance.
+
+Invariants:
+1. A non-finite gradient on any rank changes nothing: no weight, moment or step count; it is counted as skipped.
+2. Hyperparameters are read from `param_groups` once per step, so schedulers and edits mean what torch's mean.
+3. A parameter without a gradient (None) is not touched: no decay, no state, no step.
+Leaves to whom: where states live is the store's, overlap of reading and writing is the pipeline's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from tiered.errors import ConfigError, UsageError
+from tiered.optim import kernels, pipeline
+from tiered.optim.kernels import Segment
+from tiered.optim.scaler import LossScaler
+from tiered.optim.state import export_state, import_state
+from tiered.zero.group import ParamGroup
+from tiered.zero.guard import home_of, is_sharded
+from tiered.zero.home import ParamHome
+from tiered.zero.model import ShardedModel
+
+_KINDS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW for the parameters of one sharded model.
+
+    Args:
+        params: parameters or parameter groups, as torch.optim.AdamW takes them; all of one sharded model.
+        lr, betas, eps, weight_decay, maximize: as torch.optim.AdamW, with its defaults.
+        max_grad_norm: clip the global L2 norm of all gradients to this before the update, as
+            torch.nn.utils.clip_grad_norm_ does; None: no clipping.
+
+    Raises ConfigError for a setting out of range, UsageError for parameters that are not sharded.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        max_grad_norm: float | None = None,
+        maximize: bool = False,
+    ) -> None:
+        if max_grad_norm is not None and not (max_grad_norm > 0 and math.isfinite(max_grad_norm)):
+            raise ConfigError(f"max_grad_norm={max_grad_norm!r}: use a positive number, or None for no clipping")
+        self.max_grad_norm = max_grad_norm
+        self.grad_norm = 0.0
+        self.skipped_steps = 0
+        self._model: ShardedModel | None = None
+        self._homes: dict[int, ParamHome] = {}  # by id of the Parameter
+        self._steps: dict[int, int] = {}  # likewise: updates taken
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults)
+        policy = self.model.config.precision.param_dtype
+        fp16 = policy is torch.float16 or any(g.dtype is torch.float16 for g in self.model.groups)
+        self._scaler = LossScaler() if fp16 else None
+
+    # --- what torch's optimizers have ---
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch.optim.Optimizer.add_param_group. Raises UsageError for a parameter that is not sharded."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _check_hyperparameters(group)
+            for param in group["params"]:
+                if not is_sharded(param) or not isinstance(home := home_of(param), ParamHome):
+                    raise UsageError("a parameter given to tiered.AdamW is not sharded: call tiered.shard(model, config) first")
+                model: ShardedModel = home.model
+                if self._model not in (None, model):
+                    raise UsageError("tiered.AdamW takes the parameters of one sharded model: make one optimizer for each")
+                self._model = model
+                self._homes[id(param)] = home
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take one optimizer step, or skip it where a gradient is not finite. Returns what `closure` returned.
+
+        Sets `grad_norm`, the global L2 norm before clipping, over the optimizer's parameters that have a gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        model = self.model
+        if model.closed:
+            raise UsageError("step() after tiered.close(model): the states are gone")
+        model.drain()
+        scale = self._scaler.scale if self._scaler is not None else 1.0
+        self.grad_norm = self._norm() / scale
+        finite = math.isfinite(self.grad_norm)
+        if self._scaler is not None:
+            self._scaler.update(finite)
+        if not finite:
+            self.skipped_steps += 1
+            model.runtime.meter.skipped_steps += 1
+            return loss
+        factor = 1.0
+        if self.max_grad_norm is not None:  # torch.nn.utils.clip_grad_norm_'s formula
+            factor = min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))
+        self._update(factor / scale)
+        model.runtime.meter.steps += 1
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop every gradient, or set those there are to zero; as torch.optim.Optimizer.zero_grad."""
+        for home in self._homes.values():
+            if set_to_none:
+                home.set_grad(None)
+        if not set_to_none:
+            for index in sorted({home.group.index for home in self._homes.values()}):
+                self.model.grads[index].zero()
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch.optim.AdamW's state dict: full fp32 moments and the step of every parameter that has been updated."""
+        packed = super().state_dict()
+        packed["state"] = export_state(self.param_groups, self._homes, self._steps)
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take torch.optim.AdamW's state dict. Raises UsageError, before anything changes, where a shape differs."""
+        steps = import_state(self.param_groups, self._homes, state_dict)
+        super().load_state_dict({**state_dict, "state": {}})
+        self._steps = steps
+
+    # --- loss scaling ---
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor `scale_loss` applies now: 1.0 unless parameters compute in fp16."""
+        return self._scaler.scale if self._scaler is not None else 1.0
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` times the loss scale: call backward on this when parameters compute in fp16."""
+        return loss if self._scaler is None else loss.float() * self._scaler.scale
+
+    @property
+    def model(self) -> ShardedModel:
+        """The sharded model whose parameters this optimizer has."""
+        if self._model is None:
+            raise UsageError("this optimizer has no sharded parameters")
+        return self._model
+
+    # --- inside ---
+
+    def _norm(self) -> float:
+        """Global L2 norm of the gradients as they are; inf or nan if any is."""
+        total = 0.0
+        for home in self._homes.values():
+            if home.grads.present[home.position]:
+                total += home.grads.sum_of_squares(home.position, kernels.sum_of_squares)
+        return math.sqrt(total) if (total := self.model.runtime.ranks.sum(total)) >= 0 else math.nan
+
+    def _update(self, grad_scale: float) -> None:
+        model = self.model
+        steps = dict(self._steps)
+        segments: dict[int, list[Segment]] = {}
+        touched: list[ParamHome] = []
+        for options in self.param_groups:
+            for param in options["params"]:
+                home = self._homes[id(param)]
+                if home.grads.present[home.position]:
+                    steps[id(param)] = steps.get(id(param), 0) + 1
+                    touched.append(home)
+                    segments.setdefault(home.group.index, []).extend(_segment(home, options, steps[id(param)]))
+        for found in segments.values():
+            found.sort(key=lambda s: s.start)
+        work = [(g, _arrays(g, model.grads[g.index].dtype)) for g in model.groups if segments.get(g.index)]
+
+        def update(chunk: pipeline.Chunk, tensors: dict[str, torch.Tensor]) -> None:
+            kernels.adamw(
+                _within(segments[chunk.group.index], chunk.start, chunk.stop),
+                master=tensors["master"] if "master" in tensors else tensors["param"],
+                exp_avg=tensors["exp_avg"],
+                exp_avg_sq=tensors["exp_avg_sq"],
+                grad=tensors["grad"],
+                grad_scale=grad_scale,
+                param_out=tensors["param"] if "master" in tensors else None,
+            )
+
+        pipeline.run(model.runtime.store, model.runtime.meter, work, update)
+        self._steps = steps
+        model.changed()
+        with torch._C.DisableTorchFunctionSubclass():
+            for home in touched:
+                torch.autograd.graph.increment_version(home.param)
+
+
+def _arrays(group: ParamGroup, grad_dtype: torch.dtype) -> list[pipeline.Array]:
+    has_master = "master" in group.blocks
+    arrays = [pipeline.Array("param", group.dtype, read=True, write=True)]
+    if has_master:
+        arrays.append(pipeline.Array("master", torch.float32, read=True, write=True))
+    arrays += [pipeline.Array(kind, torch.float32, read=True, write=True) for kind in _KINDS]
+    return [*arrays, pipeline.Array("grad", grad_dtype, read=True, write=False)]
+
+
+def _segment(home: ParamHome, options: dict[str, Any], step: int) -> list[Segment]:
+    """The part of a parameter that this rank owns, in elements of the shard; empty where it owns none."""
+    spec, rank = home.group.spec, home.group.runtime.ranks.rank
+    start, stop = spec.owned(home.slot, rank)
+    base = rank * spec.shard_numel
+    if start == stop:
+        return []
+    return [
+        Segment(
+            start=start - base,
+            stop=stop - base,
+            lr=float(options["lr"]),
+            beta1=float(options["betas"][0]),
+            beta2=float(options["betas"][1]),
+            eps=float(options["eps"]),
+            weight_decay=float(options["weight_decay"]),
+            step=step,
+            maximize=bool(options["maximize"]),
+        )
+    ]
+
+
+def _within(segments: list[Segment], start: int, stop: int) -> list[Segment]:
+    """`segments` cut to [start, stop), counted from `start`."""
+    cut = []
+    for s in segments:
+        low, high = max(s.start, start), min(s.stop, stop)
+        if low < high:
+            cut.append(dataclasses.replace(s, start=low - start, stop=high - start))
+    return cut
+
+
+def _check_hyperparameters(group: dict[str, Any]) -> None:
+    betas = group["betas"]
+    checks = {
+        "lr": float(group["lr"]) >= 0,
+        "betas": len(betas) == 2 and all(0 <= float(b) < 1 for b in betas),
+        "eps": float(group["eps"]) >= 0,
+        "weight_decay": float(group["weight_decay"]) >= 0,
+    }
+    for name, fine in checks.items():
+        if not fine:
+            wanted = "two numbers in [0, 1)" if name == "betas" else "a number >= 0"
+            raise ConfigError(f"{name}={group[name]!r}: use {wanted}")

@@ -1,0 +1,376 @@
+"""The CPU arithmetic of the optimizer: AdamW on flat fp32 state, gradient accumulation, sums of squares.
+
+Owns the checks of what a caller passes, the scalar constants of an update, and the choice between two backends: the
+native kernels (csrc/adam.h; vector code, own threads, GIL released) and torch with numpy where the extension is not
+built or TIERED_PORTABLE=1 asks for it. This is the only importer of the extension in `optim/`.
+
+Invariants
+1. An element's result depends on that element's inputs and its segment's numbers alone: bit-equal for any position,
+   alignment, chunking, thread count, instruction set and backend. So no step is fused or contracted: each multiply,
+   add, divide and square root is rounded to fp32 on its own. torch's fused AdamW does not give this (its vector body
+   contracts a multiply and an add, its tail differently), so it is the reference of the tests and not a backend.
+2. Sums of squares are bit-equal for any thread count, instruction set and backend: blocks of 65536 elements from the
+   tensor's start, element i of a block in lane i mod 16, lanes folded as a tree, blocks added in order, all in fp64.
+3. A call that raises has changed nothing. Elements outside every segment are neither read nor written.
+4. NaN stays NaN and infinities propagate; which NaN bit pattern comes out is not promised.
+
+Left to the callers: when to call, clipping (through `grad_scale`), which parameter an element range belongs to, and
+autograd (kernels write through raw addresses: no graph is recorded and no version counter is raised).
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tiered.errors import ConfigError, UsageError
+
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the enum DType of csrc/adam.h
+_SUM_BLOCK = 65536  # elements; invariant 2
+_SUM_LANES = 16
+_SCRATCH = 65536  # elements per pass of the portable backend: six such fp32 arrays stay in a core's L2 cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Elements [start, stop) of the given 1-D tensors that share one parameter's hyperparameters.
+
+    `step` counts this update, so it is at least 1. `lr`, `weight_decay` and the rest mean what torch.optim.AdamW's do.
+    """
+
+    start: int
+    stop: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    maximize: bool = False
+
+
+class _Update(NamedTuple):
+    """One segment's constants, computed in fp64 as torch does and rounded to fp32 where they meet an element."""
+
+    start: int
+    stop: int
+    grad_scale: float  # sign carries `maximize`
+    decay: float  # 1 - lr * weight_decay
+    lerp: float  # exp_avg' = (lerp_from_grad ? grad : exp_avg) + lerp * (grad - exp_avg)
+    lerp_from_grad: bool
+    beta2: float
+    grad_sq_weight: float  # 1 - beta2
+    bias2_sqrt: float  # sqrt(1 - beta2 ** step)
+    eps: float
+    step_size: float  # lr / (1 - beta1 ** step)
+
+
+class _State(NamedTuple):
+    """The 1-D tensors of one AdamW call; `param_out` may be absent."""
+
+    master: Tensor  # fp32
+    exp_avg: Tensor  # fp32
+    exp_avg_sq: Tensor  # fp32
+    grad: Tensor  # fp32 | bf16 | fp16
+    param_out: Tensor | None  # fp32 | bf16 | fp16
+
+
+class _Backend(Protocol):
+    is_native: bool
+
+    def adamw(self, updates: Sequence[_Update], state: _State) -> None: ...
+
+    def accumulate(self, dst: Tensor, src: Tensor, add: bool) -> float: ...
+
+    def sum_of_squares(self, t: Tensor) -> float: ...
+
+
+# --- public functions ---
+
+
+def adamw(
+    segments: Sequence[Segment],
+    *,
+    master: Tensor,  # fp32 [n], updated in place
+    exp_avg: Tensor,  # fp32 [n], updated in place
+    exp_avg_sq: Tensor,  # fp32 [n], updated in place
+    grad: Tensor,  # fp32 | bf16 | fp16 [n], read
+    grad_scale: float = 1.0,
+    param_out: Tensor | None = None,  # fp32 | bf16 | fp16 [n], written
+) -> None:
+    """One AdamW update (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2) of each segment.
+
+    Per element, every operation rounded to fp32, in the order of torch.optim.AdamW(fused=True):
+    `g = grad * grad_scale` (negated for `maximize`); `p = master * (1 - lr * weight_decay)`;
+    `m = exp_avg + (1 - beta1) * (g - exp_avg)`; `v = exp_avg_sq * beta2 + (1 - beta2) * g * g`;
+    `p - lr / (1 - beta1**step) * m / (sqrt(v) / sqrt(1 - beta2**step) + eps)`.
+    Given the same state, v is within 2 ulp of torch's, m within 2 ulp of its largest operand, and the change of the
+    parameter follows from those (torch contracts some of these operations). `param_out` gets the new master rounded
+    to nearest even. `grad_scale` folds in the clip factor and 1 / loss scale.
+
+    Raises UsageError, before anything is touched, for a tensor that is not a contiguous, allocated 1-D CPU tensor of
+    the right dtype and size, for tensors that overlap in memory, and for segments that are unsorted, overlap, leave
+    the tensors, or have step < 1 or a beta outside [0, 1).
+    """
+    state = _State(master, exp_avg, exp_avg_sq, grad, param_out)
+    _check_state(state)
+    updates = _updates(segments, master.numel(), grad_scale)
+    if updates:
+        _backend.adamw(updates, state)
+
+
+def accumulate(dst: Tensor, src: Tensor, *, add: bool) -> float:
+    """`dst += src` (add=True) or `dst[:] = src`: fp32 arithmetic, stored rounded to nearest even in dst's dtype.
+
+    Both are contiguous 1-D CPU tensors of one size, each fp32, bf16 or fp16. Returns the fp64 sum of squares of what
+    is now stored in dst, so a gradient's norm costs no second pass; inf and NaN propagate into it. Raises UsageError
+    for tensors of another kind or size, and for two that overlap in memory without being the same.
+    """
+    _check_tensor("dst", dst, _DTYPE_CODES)
+    _check_tensor("src", src, _DTYPE_CODES)
+    if dst.numel() != src.numel():
+        raise UsageError(f"accumulate: src has {src.numel()} elements, expected {dst.numel()} as in dst")
+    same = dst.data_ptr() == src.data_ptr() and dst.dtype == src.dtype
+    if not same and _overlap(dst, src):
+        raise UsageError("accumulate: dst and src overlap in memory; pass separate tensors (or the same one twice)")
+    return _backend.accumulate(dst, src, add)
+
+
+def sum_of_squares(t: Tensor) -> float:
+    """The sum of t's squared elements in fp64 (0.0 when empty); inf and NaN propagate.
+
+    `t` is a contiguous 1-D CPU tensor, fp32, bf16 or fp16; anything else raises UsageError.
+    """
+    _check_tensor("t", t, _DTYPE_CODES)
+    return _backend.sum_of_squares(t)
+
+
+def native() -> bool:
+    """True if the compiled kernels are in use, False for the portable ones (same results, slower)."""
+    return _backend.is_native
+
+
+def set_threads(count: int | None) -> None:
+    """Threads for each native call, the caller's included; None (the start value) follows torch.get_num_threads().
+
+    torch's own setting is neither changed nor used up. The portable backend always uses torch's. Raises UsageError
+    for count < 1. Results do not depend on it.
+    """
+    global _threads
+    if count is not None and count < 1:
+        raise UsageError(f"set_threads: got {count}, expected at least 1, or None to follow torch.get_num_threads()")
+    _threads = count
+
+
+# --- checks; each raises before anything is written ---
+
+
+def _check_tensor(name: str, t: Tensor, dtypes: dict[torch.dtype, int]) -> None:
+    if not isinstance(t, Tensor):
+        raise UsageError(f"{name}: got {type(t).__name__}, expected a torch.Tensor")
+    if t.device.type != "cpu" or t.layout != torch.strided:
+        raise UsageError(f"{name}: got a {t.layout} tensor on {t.device}, expected a strided one on cpu; copy it first")
+    if t.dtype not in dtypes:
+        expected = " or ".join(str(dtype) for dtype in dtypes)
+        raise UsageError(f"{name}: got dtype {t.dtype}, expected {expected}")
+    if t.dim() != 1 or not t.is_contiguous():
+        raise UsageError(
+            f"{name}: got shape {tuple(t.shape)} with strides {t.stride()}, expected 1-D and contiguous; "
+            "pass t.view(-1) of a contiguous tensor"
+        )
+    end = (t.storage_offset() + t.numel()) * t.element_size()
+    if t.numel() and t.untyped_storage().nbytes() < end:
+        raise UsageError(
+            f"{name}: its storage holds {t.untyped_storage().nbytes()} bytes, expected at least {end}; "
+            "the tensor is away, fetch it before use"
+        )
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    a_start, b_start = a.data_ptr(), b.data_ptr()
+    return a_start < b_start + b.numel() * b.element_size() and b_start < a_start + a.numel() * a.element_size()
+
+
+def _check_state(state: _State) -> None:
+    fp32 = {torch.float32: 0}
+    tensors = [(name, t) for name, t in state._asdict().items() if t is not None]
+    for name, t in tensors:
+        _check_tensor(name, t, _DTYPE_CODES if name in ("grad", "param_out") else fp32)
+    numel = state.master.numel()
+    for position, (name, t) in enumerate(tensors):
+        if t.numel() != numel:
+            raise UsageError(f"{name}: got {t.numel()} elements, expected {numel} as in master")
+        for other_name, other in tensors[:position]:
+            if _overlap(t, other):
+                raise UsageError(f"{name} and {other_name} overlap in memory, expected separate tensors")
+
+
+def _updates(segments: Sequence[Segment], numel: int, grad_scale: float) -> list[_Update]:
+    updates = []
+    floor = 0
+    for index, s in enumerate(segments):
+        if not floor <= s.start <= s.stop <= numel:
+            raise UsageError(
+                f"segments[{index}]: got elements [{s.start}, {s.stop}), expected a range inside [{floor}, {numel}): "
+                "segments are sorted, do not overlap and stay inside the tensors"
+            )
+        if s.step < 1:
+            raise UsageError(f"segments[{index}]: got step {s.step}, expected >= 1: the number of this update")
+        for name, beta in (("beta1", s.beta1), ("beta2", s.beta2)):
+            if not 0.0 <= beta < 1.0:
+                raise UsageError(f"segments[{index}]: got {name} {beta}, expected 0 <= {name} < 1")
+        floor = s.stop
+        if s.start < s.stop:
+            updates.append(_constants(s, grad_scale))
+    return updates
+
+
+def _constants(s: Segment, grad_scale: float) -> _Update:
+    weight = 1.0 - s.beta1
+    lerp_from_grad = not weight < 0.5  # torch.lerp keeps the nearer end exact, and its fused AdamW does the same
+    return _Update(
+        start=s.start,
+        stop=s.stop,
+        grad_scale=-grad_scale if s.maximize else grad_scale,
+        decay=1.0 - s.lr * s.weight_decay,
+        lerp=_fp32(weight) - 1.0 if lerp_from_grad else weight,
+        lerp_from_grad=lerp_from_grad,
+        beta2=s.beta2,
+        grad_sq_weight=1.0 - s.beta2,
+        bias2_sqrt=math.sqrt(1.0 - s.beta2**s.step),
+        eps=s.eps,
+        step_size=s.lr / (1.0 - s.beta1**s.step),
+    )
+
+
+def _fp32(x: float) -> float:
+    return float(np.float32(x))
+
+
+# --- backends ---
+
+
+class _NativeKernels:
+    """Passes addresses and counts to the extension, which copies nothing and keeps nothing after the call."""
+
+    is_native = True
+
+    def __init__(self, extension: ModuleType) -> None:
+        self._extension = extension
+
+    def adamw(self, updates: Sequence[_Update], state: _State) -> None:
+        out = state.param_out
+        self._extension.adamw(
+            updates,
+            (state.master.data_ptr(), state.exp_avg.data_ptr(), state.exp_avg_sq.data_ptr()),
+            (state.grad.data_ptr(), _DTYPE_CODES[state.grad.dtype]),
+            None if out is None else (out.data_ptr(), _DTYPE_CODES[out.dtype]),
+            _thread_count(),
+        )
+
+    def accumulate(self, dst: Tensor, src: Tensor, add: bool) -> float:
+        dst_array = (dst.data_ptr(), _DTYPE_CODES[dst.dtype])
+        src_array = (src.data_ptr(), _DTYPE_CODES[src.dtype])
+        return float(self._extension.accumulate(dst_array, src_array, dst.numel(), add, _thread_count()))
+
+    def sum_of_squares(self, t: Tensor) -> float:
+        array = (t.data_ptr(), _DTYPE_CODES[t.dtype])
+        return float(self._extension.sum_of_squares(array, t.numel(), _thread_count()))
+
+
+class _PortableKernels:
+    """torch elementwise operations, one rounding each, on cache-sized pieces.
+
+    numpy takes the square root (torch's is MKL's, off by an ulp for 0.6% of inputs) and sums the lanes (its reduction
+    over the outer axis adds row by row, as invariant 2 asks).
+    """
+
+    is_native = False
+
+    @torch.no_grad()
+    def adamw(self, updates: Sequence[_Update], state: _State) -> None:
+        scratch = torch.empty(2, min(_SCRATCH, max(u.stop - u.start for u in updates)), dtype=torch.float32)
+        with np.errstate(all="ignore"):
+            for u in updates:
+                for start in range(u.start, u.stop, _SCRATCH):
+                    piece = slice(start, min(start + _SCRATCH, u.stop))
+                    views = (None if t is None else t[piece] for t in state)
+                    self._update(u, _State._make(views), scratch[:, : piece.stop - start])
+
+    def _update(self, u: _Update, state: _State, scratch: Tensor) -> None:
+        g, tmp = scratch[0], scratch[1]
+        m, v = state.exp_avg, state.exp_avg_sq
+        g.copy_(state.grad).mul_(u.grad_scale)
+        torch.sub(g, m, out=tmp).mul_(u.lerp)
+        torch.add(g if u.lerp_from_grad else m, tmp, out=m)
+        torch.mul(g, u.grad_sq_weight, out=tmp).mul_(g)
+        v.mul_(u.beta2).add_(tmp)
+        np.sqrt(v.numpy(), out=tmp.numpy())
+        tmp.div_(u.bias2_sqrt).add_(u.eps)
+        torch.mul(m, u.step_size, out=g).div_(tmp)
+        state.master.mul_(u.decay).sub_(g)
+        if state.param_out is not None:
+            state.param_out.copy_(state.master)
+
+    @torch.no_grad()
+    def accumulate(self, dst: Tensor, src: Tensor, add: bool) -> float:
+        total = 0.0
+        for start in range(0, dst.numel(), _SUM_BLOCK):
+            piece = slice(start, start + _SUM_BLOCK)
+            stored = dst[piece]
+            if add:
+                stored.copy_(stored.float() + src[piece].float())
+            else:
+                stored.copy_(src[piece])
+            total += self._block_sum(stored)
+        return total
+
+    @torch.no_grad()
+    def sum_of_squares(self, t: Tensor) -> float:
+        total = 0.0
+        for start in range(0, t.numel(), _SUM_BLOCK):
+            total += self._block_sum(t[start : start + _SUM_BLOCK])
+        return total
+
+    def _block_sum(self, block: Tensor) -> float:
+        padded = -(-block.numel() // _SUM_LANES) * _SUM_LANES
+        values = torch.zeros(padded, dtype=torch.float64)  # a zero added to a lane leaves it as it is
+        values[: block.numel()] = block
+        with np.errstate(all="ignore"):
+            lanes = np.add.reduce(values.square_().numpy().reshape(-1, _SUM_LANES), axis=0)
+            while lanes.size > 1:
+                half = lanes.size // 2
+                lanes = lanes[:half] + lanes[half:]
+        return float(lanes[0])
+
+
+def _thread_count() -> int:
+    return torch.get_num_threads() if _threads is None else _threads
+
+
+def _choose_backend() -> _Backend:
+    portable = os.environ.get("TIERED_PORTABLE", "0")
+    if portable not in ("", "0", "1"):
+        raise ConfigError(f"TIERED_PORTABLE: got {portable!r}, expected 1 (portable kernels) or 0")
+    if portable == "1":
+        return _PortableKernels()
+    try:
+        extension = importlib.import_module("tiered._native")
+    except ModuleNotFoundError:
+        return _PortableKernels()
+    if not hasattr(extension, "adamw"):
+        return _PortableKernels()
+    return _NativeKernels(extension)
+
+
+_threads: int | None = None
+_backend: _Backend = _choose_backend()

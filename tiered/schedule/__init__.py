@@ -1,0 +1,1 @@
+"""What moves when. Knows pages, sizes and order; never tensors, files or parameters."""

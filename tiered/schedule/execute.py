@@ -1,0 +1,139 @@
+"""The executor: brings pages in when they are used, ahead of use where the trace allows, and evicts within the budget.
+
+    use(page)   present on return, pinned until `unuse`: this alone is enough for correct results
+    touch(page) present on return, not pinned: for a use that is over at once
+    drop_all    every page goes (their contents are about to change elsewhere)
+
+Invariants:
+1. Fetching ahead and keeping are hints; whatever they do, `use` makes the page present or raises.
+2. The budget of pages is charged before a fetch begins and refunded when the page has gone.
+3. A pinned or exported page is never evicted.
+Leaves to whom: what fetching means is the page's own business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from tiered.schedule import plan
+from tiered.schedule.trace import Phase, Trace, Use
+from tiered.stats import Meter
+
+
+class Page(Protocol):
+    """Something that is in memory or away."""
+
+    index: int
+    nbytes: int
+    """What it takes of the budget while present; 0 for a page that never moves."""
+
+    @property
+    def present(self) -> bool:
+        """In memory, or on its way."""
+
+    @property
+    def evictable(self) -> bool:
+        """Present, not pinned, and nobody outside holds a view of it."""
+
+    def begin_fetch(self) -> None:
+        """Charge the budget and start bringing it in. Raises BudgetError with nothing started."""
+
+    def wait(self) -> None:
+        """Return when it is in memory; raises what the fetch raised."""
+
+    def drop(self) -> None:
+        """Let it go, and refund the budget."""
+
+
+class Executor:
+    """Runs the plan for one model's pages."""
+
+    def __init__(self, pages: Sequence[Page], capacity: int, meter: Meter, *, ahead: bool) -> None:
+        self._pages = {page.index: page for page in pages if page.nbytes}
+        self._sizes = {index: page.nbytes for index, page in self._pages.items()}
+        self._capacity = capacity
+        self._meter = meter
+        self._ahead = ahead
+        self._trace = Trace()
+        self._recent: dict[int, None] = {}  # present pages, least recently used first
+        self._current = -1
+
+    def use(self, page: Page, phase: Phase) -> None:
+        """Make `page` present and fetch ahead. Raises BudgetError where it cannot fit beside what is pinned."""
+        if not page.nbytes:
+            return
+        self._observe(page, phase)
+        if not page.present:
+            self._make_room(page)
+            page.begin_fetch()
+        page.wait()
+        self._recent.pop(page.index, None)
+        self._recent[page.index] = None
+        if self._ahead:
+            self._fetch_ahead(page)
+
+    def touch(self, page: Page, phase: Phase) -> None:
+        """As `use`, cheap when the page is the one that was used last."""
+        if page.nbytes and (page.index != self._current or not page.present):
+            self.use(page, phase)
+            if not self._ahead:
+                self._evict(i for i in list(self._recent) if i != page.index)
+
+    def drop_all(self) -> None:
+        """Let every page go that may."""
+        self._current = -1
+        for index, page in self._pages.items():
+            if page.evictable:
+                self._drop(index)
+
+    def settle(self) -> None:
+        """Wait for every page on its way; failures surface when the page is used."""
+        for page in self._pages.values():
+            if page.present:
+                page.wait()
+
+    # --- inside ---
+
+    def _observe(self, page: Page, phase: Phase) -> None:
+        self._meter.uses += 1
+        self._meter.hits += page.present
+        self._current = page.index
+        self._trace.observe(Use(page.index, phase))
+
+    def _upcoming(self) -> list[int]:
+        return plan.window((use.page for use in self._trace.predict()), self._sizes, self._capacity)
+
+    def _free(self) -> int:
+        return self._capacity - sum(self._sizes[i] for i, page in self._pages.items() if page.present)
+
+    def _evictable(self) -> list[int]:
+        return [i for i in self._recent if self._pages[i].evictable]
+
+    def _make_room(self, page: Page) -> None:
+        free = self._free()
+        if free < page.nbytes:
+            self._run(plan.room(page.nbytes, self._upcoming(), self._sizes, self._evictable(), free))
+
+    def _fetch_ahead(self, page: Page) -> None:
+        upcoming = self._upcoming()
+        present = {i for i, p in self._pages.items() if p.present}
+        if all(i in present for i in upcoming):
+            return
+        evictable = [i for i in self._evictable() if i != page.index]
+        self._run(plan.ahead(upcoming, self._sizes, present, evictable, self._free()))
+
+    def _run(self, actions: plan.Plan) -> None:
+        self._evict(actions.evict)
+        for index in actions.fetch:
+            self._pages[index].begin_fetch()
+            self._recent[index] = None
+
+    def _evict(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            if self._pages[index].evictable:
+                self._drop(index)
+
+    def _drop(self, index: int) -> None:
+        self._pages[index].drop()
+        self._recent.pop(index, None)

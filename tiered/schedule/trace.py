@@ -1,0 +1,56 @@
+"""The order in which pages are used, learnt as it happens and repaired where it changes.
+
+A trace is kept as successors: after the last two uses, which use came next the last time. One pass through the model
+teaches it; a branch taken differently rewrites only the successors around the branch; the uses of evaluation and of
+training are different uses, so that neither disturbs the other.
+
+Invariant: `predict` is a guess and only ever steers hints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator
+
+
+class Phase(enum.Enum):
+    """What a page is used for."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    EVALUATION = "evaluation"  # forward without gradients
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Use:
+    """One use of a page."""
+
+    page: int
+    phase: Phase
+
+
+class Trace:
+    """Learns the order of uses and predicts what follows."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Use | None, Use | None] = (None, None)
+        self._after_two: dict[tuple[Use | None, Use | None], Use] = {}
+        self._after_one: dict[Use | None, Use] = {}
+
+    def observe(self, use: Use) -> None:
+        """Record that `use` happens now."""
+        before, last = self._last
+        self._after_two[before, last] = use
+        self._after_one[last] = use
+        self._last = (last, use)
+
+    def predict(self) -> Iterator[Use]:
+        """The uses expected next, in order, without end where the order is a cycle; stops where nothing is known."""
+        before, last = self._last
+        while True:
+            following = self._after_two.get((before, last)) or self._after_one.get(last)
+            if following is None:
+                return
+            yield following
+            before, last = last, following

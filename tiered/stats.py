@@ -1,0 +1,71 @@
+"""Counters of a run, and the frozen snapshot the user sees.
+
+`Meter` is the one mutable account that every layer adds to; `Stats` is what `tiered.stats(model)` returns. Times are
+seconds of the calling thread spent waiting, by cause; bytes are counted where they move, per tier.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stats:
+    """A snapshot of a sharded model's counters, since it was sharded.
+
+    steps, skipped_steps: optimizer steps taken, and those skipped for a non-finite gradient.
+    read_bytes, written_bytes: bytes read from and written to each tier ("device", "host", "nvme"): "device" counts
+        copies over the device's link (reads leave the device), "nvme" counts the drives.
+    resident_bytes, peak_bytes: bytes charged to each tier's budget now, and at most so far; for "nvme" the bytes of
+        the swap files.
+    staging_buffers: buffers for bytes on their way that are out at this moment.
+    stall_seconds: seconds the training loop waited, by cause.
+    hit_rate: share of a moving group's uses that found it present or on its way; 1.0 when nothing moves.
+    placement: kind of state -> tier name -> bytes whose home is there.
+    """
+
+    steps: int
+    skipped_steps: int
+    read_bytes: Mapping[str, int]
+    written_bytes: Mapping[str, int]
+    resident_bytes: Mapping[str, int]
+    peak_bytes: Mapping[str, int]
+    staging_buffers: int
+    stall_seconds: Mapping[str, float]
+    hit_rate: float
+    placement: Mapping[str, Mapping[str, int]]
+
+
+class Meter:
+    """The running account behind `Stats`. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.skipped_steps = 0
+        self.uses = 0
+        self.hits = 0
+        self.read: collections.Counter[str] = collections.Counter()
+        self.written: collections.Counter[str] = collections.Counter()
+        self.stalls: dict[str, float] = collections.defaultdict(float)
+        self._lock = threading.Lock()
+
+    def count(self, tier: str, *, read: int = 0, written: int = 0) -> None:
+        """Add bytes moved from (`read`) or to (`written`) a tier."""
+        with self._lock:
+            self.read[tier] += read
+            self.written[tier] += written
+
+    @contextlib.contextmanager
+    def stalled(self, cause: str) -> Iterator[None]:
+        """Charge the time spent inside to `cause`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.stalls[cause] += time.perf_counter() - start

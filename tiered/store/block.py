@@ -1,0 +1,89 @@
+"""Blocks: one kind of bytes of one group's shard, its state, and the only way to change that state.
+
+    NVME --begin_fetch--> FETCHING --settle--> HOST --begin_flush--> FLUSHING --settle--> HOST (clean) --evict--> NVME
+    any --fail--> FAILED                     every later call raises with the first cause
+    HOST --discard--> NVME (blank)           contents no longer wanted
+
+Pins (a count) and dirty stand beside the state. Invariants:
+1. `memory` is not None exactly in HOST, FETCHING and FLUSHING.
+2. A pinned or dirty block is never evicted; a FETCHING or FLUSHING one is settled first.
+3. What is in flight is one value: the ticket, beside the memory it fills or drains.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from tiered.device.memory import Memory
+from tiered.device.ticket import Ticket
+from tiered.errors import StorageError
+from tiered.io.swapfile import Extent
+from tiered.store.tier import Tier
+
+
+class BlockState(enum.Enum):
+    """Where the current contents of a block are."""
+
+    NVME = "nvme"
+    FETCHING = "fetching"
+    HOST = "host"
+    FLUSHING = "flushing"
+    FAILED = "failed"
+
+
+_LEGAL = {
+    (BlockState.NVME, BlockState.FETCHING),
+    (BlockState.NVME, BlockState.HOST),
+    (BlockState.FETCHING, BlockState.HOST),
+    (BlockState.HOST, BlockState.FLUSHING),
+    (BlockState.HOST, BlockState.NVME),
+    (BlockState.FLUSHING, BlockState.HOST),
+    *((state, BlockState.FAILED) for state in BlockState if state is not BlockState.FAILED),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockKey:
+    """Names a block: the group's index and what kind of bytes it holds."""
+
+    group: int
+    kind: str  # "param", "master", "exp_avg", "exp_avg_sq" or "grad"
+
+    def __str__(self) -> str:
+        return f"{self.kind} of group {self.group}"
+
+
+class Block:
+    """One block's record; the store is the only one to change it."""
+
+    __slots__ = ("_state", "cause", "dirty", "extent", "home", "key", "memory", "nbytes", "next_use", "pins", "ticket")
+
+    def __init__(self, key: BlockKey, nbytes: int, home: Tier, extent: Extent | None) -> None:
+        self.key = key
+        self.nbytes = nbytes
+        self.home = home
+        self.extent = extent  # None for a block that never leaves the host
+        self.memory: Memory | None = None
+        self.ticket: Ticket | None = None
+        self.cause: BaseException | None = None
+        self.pins = 0
+        self.dirty = False
+        self.next_use = 0  # larger is later; a hint for eviction
+        self._state = BlockState.NVME
+
+    @property
+    def state(self) -> BlockState:
+        """The block's state; changed by `move` alone."""
+        return self._state
+
+    def move(self, state: BlockState) -> None:
+        """Change the state. Raises RuntimeError on a change the diagram does not show."""
+        if (self._state, state) not in _LEGAL:
+            raise RuntimeError(f"{self.key}: illegal change of state {self._state.name} -> {state.name}")
+        self._state = state
+
+    def check(self) -> None:
+        """Raise the first cause if the block has failed."""
+        if self._state is BlockState.FAILED:
+            raise StorageError(f"{self.key} was lost: {self.cause}") from self.cause

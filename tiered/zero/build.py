@@ -1,0 +1,222 @@
+"""Building a ShardedModel: check the module, group its parameters, place and fill their states, take the module over.
+
+Invariant: whatever is wrong with the module, the settings or the budgets is raised before the module is touched;
+after that, one group at a time moves into the store and gives its own memory back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiered.config import Config
+from tiered.errors import UsageError
+from tiered.store.block import BlockKey
+from tiered.store.store import WINDOW_BYTES
+from tiered.store.tier import Tier
+from tiered.zero import statedict
+from tiered.zero.grads import Accumulate, GroupGrads
+from tiered.zero.group import ParamGroup
+from tiered.zero.guard import ATTRIBUTE, GuardedParameter
+from tiered.zero.home import ParamHome
+from tiered.zero.model import MODEL_ATTRIBUTE, STATE_KINDS, ShardedModel, as_sharded_class
+from tiered.zero.partition import ShardSpec, UnitPlan, find_units, layout
+from tiered.zero.placing import GroupSizes, Placement
+from tiered.zero.runtime import Runtime
+from tiered.zero.unit import Unit
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class GroupPlan:
+    """A group before it exists: its parameters, their layout and dtypes."""
+
+    def __init__(self, index: int, name: str, params: list[nn.Parameter], config: Config, ranks: int) -> None:
+        self.index = index
+        self.name = name
+        self.params = params
+        self.spec: ShardSpec = layout([p.shape for p in params], ranks)
+        own = params[0].dtype
+        policy = config.precision
+        self.trains = params[0].requires_grad
+        self.dtype = policy.param_dtype or own if own.is_floating_point else own
+        self.grad_dtype = policy.reduce_dtype or self.dtype
+
+    def sizes(self) -> GroupSizes:
+        """Bytes of every block."""
+        numel = self.spec.shard_numel
+        shard = {"param": numel * self.dtype.itemsize}
+        if self.trains:
+            shard |= {"grad": numel * self.grad_dtype.itemsize, **dict.fromkeys(STATE_KINDS, numel * 4)}
+        if self.has_master:
+            shard["master"] = numel * 4
+        return GroupSizes(self.index, self.spec.numel * self.dtype.itemsize, shard, numel)
+
+    @property
+    def has_master(self) -> bool:
+        """A full-precision copy is kept: the group trains in 16 bits, or is fp32 that computes in 16 bits."""
+        lowered = self.params[0].dtype == torch.float32 != self.dtype
+        return self.dtype.is_floating_point and self.dtype != torch.float32 and (self.trains or lowered)
+
+
+def plan_groups(module: nn.Module, config: Config, ranks: int) -> tuple[list[UnitPlan], list[GroupPlan]]:
+    """The units of `module` and its groups, in order of first use in the module tree; raises UsageError by name."""
+    if MODEL_ATTRIBUTE in module.__dict__:
+        raise UsageError("this model is sharded already: call tiered.close(model) before sharding it again")
+    for name, param in module.named_parameters():
+        _check(name, param)
+    units = find_units(module, config.groups)
+    groups: list[GroupPlan] = []
+    for unit in units:
+        kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+        for param in unit.params:
+            kinds.setdefault((param.dtype, param.requires_grad), []).append(param)
+        for params in kinds.values():
+            groups.append(GroupPlan(len(groups), unit.name or "root", params, config, ranks))
+    if not groups:
+        raise UsageError("the model has no parameters to shard")
+    return units, groups
+
+
+def gather_paths(module: nn.Module, units: list[UnitPlan], groups: list[GroupPlan]) -> list[list[int]]:
+    """For each unit, the groups present at once while it computes: its own, borrowed, and those of units around it."""
+    of_param = {id(p): g.index for g in groups for p in g.params}
+    used = {id(u.module): [of_param[id(p)] for p in (*u.params, *u.borrowed)] for u in units}
+    paths: list[list[int]] = []
+
+    def walk(current: nn.Module, around: list[int]) -> None:
+        here = around + used.get(id(current), [])
+        if id(current) in used:
+            paths.append(here)
+        for child in current.children():
+            walk(child, here)
+
+    walk(module, [])
+    return paths
+
+
+def build(
+    module: nn.Module,
+    config: Config,
+    runtime: Runtime,
+    plans: tuple[list[UnitPlan], list[GroupPlan]],
+    placement: Placement,
+    accumulate: Accumulate,
+) -> ShardedModel:
+    """Move the module's parameters into the store and take the module over. On failure nothing stays behind in the
+    store; parameters already moved are given back."""
+    units, group_plans = plans
+    groups = [ParamGroup(p.index, p.name, p.params, p.spec, runtime) for p in group_plans]
+    for group, plan in zip(groups, group_plans, strict=True):
+        home = placement.homes[plan.index, "param"]
+        group.settle_in(plan.dtype, home, sticky=plan.index in placement.sticky)
+        for kind in ("master", "grad", *STATE_KINDS):
+            if (plan.index, kind) in placement.homes:
+                nbytes = plan.sizes().shard[kind]
+                group.blocks[kind] = runtime.store.create(BlockKey(plan.index, kind), nbytes, placement.homes[plan.index, kind])
+                group.blocks[kind].next_use = plan.index
+    model = ShardedModel(module, config, runtime, groups)
+    model.grads = [GroupGrads(g, p.grad_dtype, accumulate) for g, p in zip(groups, group_plans, strict=True)]
+    names = {id(p): name for name, p in module.named_parameters()}
+    for group, plan in zip(groups, group_plans, strict=True):
+        dtypes = [p.dtype for p in group.params]
+        for kind in ("param", "master"):
+            if kind in group.blocks:
+                _fill(group, kind, plan.dtype if kind == "param" else torch.float32)
+        _take(model, group, dtypes, names)
+    _install(model, units)
+    for group in groups:
+        if group.index in placement.sticky and group.nbytes:
+            group.begin_fetch()
+            group.wait()
+    return model
+
+
+def _check(name: str, param: nn.Parameter) -> None:
+    if ATTRIBUTE in param.__dict__ and isinstance(param.__dict__[ATTRIBUTE], ParamHome):
+        raise UsageError(f"parameter '{name}' belongs to a sharded model already: call tiered.close on that model first")
+    if type(param) not in (nn.Parameter, GuardedParameter):
+        raise UsageError(f"parameter '{name}' is a {type(param).__name__}: only plain torch.nn.Parameter can be sharded")
+    if param.is_meta:
+        raise UsageError(f"parameter '{name}' is on the meta device: build the model under tiered.deferred_init(config)")
+    if param.layout is not torch.strided:
+        raise UsageError(f"parameter '{name}' has layout {param.layout}: only strided tensors can be sharded")
+    if param.device.type != "cpu":
+        raise UsageError(f"parameter '{name}' is on {param.device}: build the model on the CPU; tiered moves it")
+    if (param.is_floating_point() and param.dtype not in _DTYPES) or param.is_complex():
+        raise UsageError(f"parameter '{name}' is {param.dtype}: use float32, bfloat16 or float16 (masters are fp32)")
+
+
+def _fill(group: ParamGroup, kind: str, dtype: torch.dtype) -> None:
+    """Write this rank's shard of one block from the parameters' own values, a window at a time."""
+    store, block, spec = group.runtime.store, group.blocks[kind], group.spec
+    base = group.runtime.ranks.rank * spec.shard_numel
+    step = WINDOW_BYTES // dtype.itemsize
+    staging = store.staging(min(WINDOW_BYTES, block.nbytes), f"filling group '{group.name}'")
+    try:
+        for start in range(base, base + spec.shard_numel, step):
+            stop = min(start + step, base + spec.shard_numel)
+            _compose(group, staging.view(dtype, 0, stop - start), start)
+            nbytes = (stop - start) * dtype.itemsize
+            store.write(block, staging, offset=(start - base) * dtype.itemsize, nbytes=nbytes).wait()
+    finally:
+        store.unstage(staging)
+
+
+@torch.no_grad()
+def _compose(group: ParamGroup, window: torch.Tensor, start: int) -> None:
+    """Fill `window` with the group's flat elements from `start` on: the parameters' values, zeros between them."""
+    window.zero_()
+    stop = start + window.numel()
+    for param, slot in zip(group.params, group.spec.slots, strict=True):
+        low, high = max(start, slot.start), min(stop, slot.stop)
+        if low < high:
+            window[low - start : high - start] = _flat(param)[low - slot.start : high - slot.start]
+
+
+def _flat(param: nn.Parameter) -> torch.Tensor:
+    """The values as one row: a view where the parameter is contiguous. A parked parameter is brought in."""
+    home: Any = param.__dict__.get(ATTRIBUTE)
+    if home is not None:
+        home.bring_in()
+    return param.detach().reshape(-1)
+
+
+def _take(model: ShardedModel, group: ParamGroup, dtypes: Sequence[torch.dtype], names: dict[int, str]) -> None:
+    for position, param in enumerate(group.params):
+        parked: Any = param.__dict__.get(ATTRIBUTE)
+        if parked is not None:
+            parked.forget()
+        home = ParamHome(names[id(param)], group, position, dtypes[position], model)
+        param.__dict__[ATTRIBUTE] = home
+        model.homes.append(home)
+    pending: list[torch.Tensor | None] = []
+    for param in group.params:
+        pending.append(param.grad)
+        param.grad = None
+    with torch._C.DisableTorchFunctionSubclass():
+        group.adopt()
+    for home, grad in zip(model.homes[-len(group.params) :], pending, strict=True):
+        home.trainable()
+        if grad is not None:
+            home.set_grad(grad)
+
+
+def _install(model: ShardedModel, plans: list[UnitPlan]) -> None:
+    of_param = {id(p): g for g in model.groups for p in g.params}
+    for plan in plans:
+        groups = {of_param[id(p)].index: of_param[id(p)] for p in (*plan.params, *plan.borrowed)}
+        unit = Unit(plan.name, plan.module, list(groups.values()))
+        if not plan.name and model.config.precision.cast_inputs:
+            unit.input_dtype = model.config.precision.param_dtype
+        unit.install()
+        model.units.append(unit)
+    for module in model.module.modules():
+        if any(ATTRIBUTE in p.__dict__ for p in module._parameters.values() if p is not None):
+            statedict.install(module)
+    model.module.__dict__[MODEL_ATTRIBUTE] = model
+    model.module.__class__ = as_sharded_class(type(model.module))

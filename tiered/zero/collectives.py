@@ -1,0 +1,68 @@
+"""The ranks of a run, and every collective between them; the only importer of torch.distributed.
+
+One process needs no process group: with one rank each collective is the identity.
+
+Invariant: collectives are issued in program order, the same on every rank; gradients are reduced on a group of their
+own, so that reductions and gathers cannot meet in the wrong order.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from tiered.errors import UsageError
+
+
+class Ranks:
+    """This process's place among the ranks, and what they do together."""
+
+    def __init__(self) -> None:
+        if dist.is_available() and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            dist.init_process_group("gloo")
+        joined = dist.is_available() and dist.is_initialized()
+        self.size = dist.get_world_size() if joined else 1
+        self.rank = dist.get_rank() if joined else 0
+        if self.size > 1 and dist.get_backend() != "gloo":
+            raise UsageError(f"process group backend {dist.get_backend()!r}: this version supports 'gloo' for several ranks")
+
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor) -> None:
+        """Fill `flat` (N x S elements) with every rank's `shard` (S elements), in rank order."""
+        if self.size == 1:
+            flat.copy_(shard)
+        else:
+            dist.all_gather(list(flat.chunk(self.size)), shard)
+
+    def reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
+        """The mean over ranks of this rank's slice of `flat` (N x S elements): S elements, in memory of its own or
+        a view of `flat`. Gloo has no reduce-scatter over flat tensors, so it is a sum of the whole."""
+        dist.all_reduce(flat)
+        return flat.chunk(self.size)[self.rank].div_(self.size)
+
+    def broadcast(self, flat: torch.Tensor) -> None:
+        """Give every rank the values of rank 0."""
+        if self.size > 1:
+            dist.broadcast(flat, src=0)
+
+    def fill(self, full: torch.Tensor) -> None:
+        """Unite what each rank filled in of an otherwise zeroed tensor; the parts do not overlap, so bits are kept."""
+        if self.size > 1:
+            dist.all_reduce(full.view(-1).view(torch.uint8))
+
+    def sum(self, value: float) -> float:
+        """The sum of `value` over ranks; fp64."""
+        if self.size == 1:
+            return value
+        total = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(total)
+        return float(total)
+
+    def any(self, flags: list[bool]) -> list[bool]:
+        """For each flag, whether it is set on any rank."""
+        if self.size == 1:
+            return flags
+        united = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(united, op=dist.ReduceOp.MAX)
+        return [bool(f) for f in united.tolist()]

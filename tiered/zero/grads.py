@@ -1,0 +1,190 @@
+"""GroupGrads: one group's gradients, accumulated on the host as they leave backward.
+
+Each gradient that backward finishes is added to the group's `grad` block at once and its memory given back. Which
+parameters have a gradient at all (None or not, as torch means it) and each one's sum of squares are kept beside it, so
+that a step knows the global norm without reading the gradients again.
+
+Invariants:
+1. A first gradient replaces, later ones add: whether a parameter has one is a flag of this class and of nothing else.
+2. `sums[i]` is the sum of squares of what the block holds for parameter i, or None where a view was handed out.
+3. With several ranks, what `arrive` collects is this rank's full gradient; `reduce` turns it into the shard's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from tiered.device.memory import Memory
+from tiered.device.ticket import Ticket
+from tiered.errors import UsageError
+from tiered.store.block import Block
+from tiered.zero.group import ParamGroup
+
+Accumulate = Callable[[torch.Tensor, torch.Tensor, bool], float]
+"""(dst, src, add): dst = src or dst += src; returns the sum of squares of the result. 1-D, equal sizes."""
+Measure = Callable[[torch.Tensor], float]
+"""The sum of squares of a 1-D tensor."""
+
+_MAX_LEAVING = 2  # gradients on their way from a device at once
+
+
+@dataclasses.dataclass(slots=True)
+class _Leaving:
+    """A gradient on its way from the device: which parameter's, its copy, and what must live until it is done."""
+
+    position: int
+    ticket: Ticket
+    staging: Memory
+    grad: torch.Tensor
+
+
+class GroupGrads:
+    """See the file's contract."""
+
+    def __init__(self, group: ParamGroup, dtype: torch.dtype, accumulate: Accumulate) -> None:
+        self.group = group
+        self.dtype = dtype
+        self.present = [False] * len(group.params)
+        self.sums: list[float | None] = [None] * len(group.params)
+        self._accumulate = accumulate
+        self._leaving: list[_Leaving] = []
+        self._whole: Memory | None = None  # several ranks: this backward's full gradient, not reduced yet
+        self._arrived = [False] * len(group.params)
+
+    @property
+    def block(self) -> Block:
+        """The block that holds this rank's shard of the gradients."""
+        return self.group.blocks["grad"]
+
+    def arrive(self, position: int, grad: torch.Tensor) -> None:
+        """Take one parameter's gradient out of backward (any layout, on the device)."""
+        if grad.requires_grad:
+            raise UsageError(
+                f"'{self.group.name}': backward(create_graph=True) would keep a graph of a gradient that is moved to the "
+                f"host: use torch.autograd.grad(..., create_graph=True) instead"
+            )
+        if grad.layout is not torch.strided:
+            raise UsageError(f"'{self.group.name}': sparse gradients are not supported: use sparse=False")
+        flat = grad.detach().reshape(-1)
+        if self.group.runtime.device.in_place or not flat.numel():
+            self._add(position, flat)
+            return
+        if len(self._leaving) >= _MAX_LEAVING:
+            self._land(self._leaving.pop(0))
+        runtime = self.group.runtime
+        staging = runtime.store.staging(flat.numel() * flat.element_size(), f"a gradient of group '{self.group.name}'")
+        runtime.meter.count("device", read=staging.nbytes)
+        ticket = runtime.device.copy_out(staging.view(flat.dtype), flat)
+        self._leaving.append(_Leaving(position, ticket, staging, flat))
+
+    def drain(self) -> None:
+        """Wait for the gradients on their way, and add them."""
+        while self._leaving:
+            self._land(self._leaving.pop(0))
+
+    def abandon(self) -> None:
+        """Wait for the gradients on their way, and forget them."""
+        for leaving in self._leaving:
+            leaving.ticket.wait()
+            self.group.runtime.store.unstage(leaving.staging)
+        self._leaving.clear()
+
+    # --- several ranks ---
+
+    @property
+    def arrived(self) -> list[bool]:
+        """Which parameters have a gradient of this backward."""
+        return self._arrived
+
+    def reduce(self, arrived: list[bool]) -> None:
+        """Average this backward's gradients over the ranks into the shard. `arrived`: those any rank has."""
+        store, spec = self.group.runtime.store, self.group.spec
+        memory = self._whole_memory()
+        shard = self.group.runtime.ranks.reduce_scatter(memory.view(self.dtype))
+        base = self.group.runtime.ranks.rank * spec.shard_numel
+        target = store.acquire(self.block).view(self.dtype)
+        for position, slot in enumerate(spec.slots):
+            if arrived[position]:
+                start, stop = spec.owned(slot, self.group.runtime.ranks.rank)
+                part = slice(start - base, stop - base)
+                add = self.present[position]
+                self.sums[position] = self._accumulate(target[part], shard[part].contiguous(), add)
+                self.present[position] = True
+        store.release(self.block, dirty=True)
+        self._arrived = [False] * len(self._arrived)
+        self._whole = None
+        del shard
+        store.unstage(memory)
+
+    # --- the user's view ---
+
+    def view(self, position: int) -> torch.Tensor | None:
+        """The accumulated gradient of one parameter, as a view of the truth, or None."""
+        if not self.present[position]:
+            return None
+        if self.group.runtime.ranks.size > 1:
+            raise UsageError("reading p.grad with several ranks is not supported: gradients are sharded")
+        slot, store = self.group.spec.slots[position], self.group.runtime.store
+        grad = store.acquire(self.block).view(self.dtype, slot.start, slot.stop).view(slot.shape)
+        store.release(self.block, dirty=True)
+        self.sums[position] = None
+        return grad
+
+    def replace(self, position: int, grad: torch.Tensor | None) -> None:
+        """Set one parameter's gradient, or drop it."""
+        self.drain()
+        self.present[position] = False
+        self.sums[position] = None
+        if grad is not None:
+            self._add(position, grad.detach().to("cpu").reshape(-1))
+        elif not any(self.present) and "grad" in self.group.blocks:
+            self.group.runtime.store.discard(self.block)
+
+    def zero(self) -> None:
+        """Set every gradient there is to zero."""
+        self.drain()
+        if any(self.present):
+            store = self.group.runtime.store
+            store.acquire(self.block).bytes.zero_()
+            store.release(self.block, dirty=True)
+            self.sums = [0.0 if present else None for present in self.present]
+
+    def sum_of_squares(self, position: int, measure: Measure) -> float:
+        """Of one parameter's gradient (this rank's part), measured again only where a view was handed out."""
+        if self.sums[position] is None:
+            slot, store = self.group.spec.slots[position], self.group.runtime.store
+            self.sums[position] = measure(store.acquire(self.block).view(self.dtype, slot.start, slot.stop))
+            store.release(self.block)
+        return self.sums[position] or 0.0
+
+    # --- inside ---
+
+    def _land(self, leaving: _Leaving) -> None:
+        with self.group.runtime.meter.stalled("gradient"):
+            leaving.ticket.wait()
+        try:
+            self._add(leaving.position, leaving.staging.view(leaving.grad.dtype))
+        finally:
+            self.group.runtime.store.unstage(leaving.staging)
+
+    def _add(self, position: int, flat: torch.Tensor) -> None:
+        slot, store = self.group.spec.slots[position], self.group.runtime.store
+        if self.group.runtime.ranks.size > 1:
+            target = self._whole_memory().view(self.dtype, slot.start, slot.stop)
+            self._accumulate(target, flat.contiguous(), self._arrived[position])
+            self._arrived[position] = True
+            return
+        memory = store.acquire(self.block, fresh=not any(self.present))
+        target = memory.view(self.dtype, slot.start, slot.stop)
+        self.sums[position] = self._accumulate(target, flat.contiguous(), self.present[position])
+        self.present[position] = True
+        store.release(self.block, dirty=True)
+
+    def _whole_memory(self) -> Memory:
+        if self._whole is None:
+            nbytes = self.group.spec.numel * self.dtype.itemsize
+            self._whole = self.group.runtime.store.staging(nbytes, f"the gradients of group '{self.group.name}'")
+        return self._whole

@@ -1,0 +1,92 @@
+"""What autograd saves of a parameter: a note of where it is, not its memory.
+
+While a module computes, tensors that autograd saves for backward pass through `pack`. One that views a group's buffer
+is replaced by a note (group, dtype, shape, strides, offset); when backward asks for it, `unpack` brings the group in
+and views it again. So a group may go at any moment after its forward, backward is right whatever was evicted, and a
+saved view never counts as a user's view.
+
+Invariants:
+1. Tensors that are no group's pass through unchanged, to the hooks that were active before (checkpointing uses such
+   hooks) or to none.
+2. What `unpack` returns views the buffer, so the group stays while the backward node that asked still uses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Owner(Protocol):
+    """A group as the graph sees it."""
+
+    def storage_for_backward(self) -> torch.UntypedStorage:
+        """The group's storage, its values present."""
+
+
+_owners: dict[int, Owner] = {}  # by the address of the storage object
+
+
+def register(storage: torch.UntypedStorage, owner: Owner) -> None:
+    """Saved views of `storage` become notes from now on."""
+    _owners[storage._cdata] = owner
+
+
+def unregister(storage: torch.UntypedStorage) -> None:
+    """Undo `register`."""
+    _owners.pop(storage._cdata, None)
+
+
+@contextlib.contextmanager
+def saving_notes() -> Iterator[None]:
+    """Inside, autograd saves notes of groups' views. Nests, with itself and with other saved-tensor hooks."""
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if outer is not None and isinstance(outer[0], _Pack):
+        yield
+    else:
+        with torch.autograd.graph.saved_tensors_hooks(_Pack(outer), _unpack):
+            yield
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Note:
+    owner: Owner
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Foreign:
+    """What the hooks outside made of a tensor, and how they turn it back."""
+
+    packed: Any
+    unpack: Callable[[Any], Tensor]
+
+
+class _Pack:
+    def __init__(self, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None) -> None:
+        self._outer = outer
+
+    def __call__(self, tensor: Tensor) -> Any:
+        owner = _owners.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        if owner is not None:
+            return _Note(owner, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        if self._outer is not None:
+            return _Foreign(self._outer[0](tensor), self._outer[1])
+        return tensor
+
+
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, _Note):
+        storage = packed.owner.storage_for_backward()
+        return torch.empty(0, dtype=packed.dtype).set_(storage, packed.offset, packed.size, packed.stride)
+    if isinstance(packed, _Foreign):
+        return packed.unpack(packed.packed)
+    return packed  # type: ignore[no-any-return]

@@ -1,0 +1,166 @@
+"""The guard: what an nn.Parameter is while its values are away.
+
+The user's Parameter objects stay in the module for life. While one is away its class is `GuardedParameter`, whose
+`__torch_function__` brings the values in for the operation that touches them; while its module computes it is a plain
+Parameter again, at no cost. Shapes, dtypes, ties and `requires_grad` are the real ones at all times.
+
+Invariants:
+1. Metadata never fetches. Anything else fetches, or raises a named error: nothing that is away computes, prints or
+   saves as something else.
+2. An operation that writes to a parameter (in place, under no_grad) is noticed and reaches every copy.
+3. `p.grad` shows the accumulated gradient wherever it lives, accepts one, and drops it on None.
+Leaves to whom: where values and gradients are is the `Home`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tiered.errors import UsageError
+
+ATTRIBUTE = "_tiered"  # the one name put on a user's parameter: its Home
+
+
+class Home(Protocol):
+    """Where one parameter's values and gradient are kept."""
+
+    name: str
+
+    def opened(self, write: bool) -> Any:
+        """A context manager: inside, the values are present; `write` says the operation is known to change them."""
+
+    def note_write(self) -> None:
+        """An operation has changed the values in place."""
+
+    def exported(self) -> Tensor:
+        """A full copy of the values in memory of its own."""
+
+    def grad(self) -> Tensor | None:
+        """The accumulated gradient, or None."""
+
+    def set_grad(self, grad: Tensor | None) -> None:
+        """Replace the accumulated gradient, or drop it."""
+
+    def trainable(self) -> None:
+        """`requires_grad` may have been switched on."""
+
+
+def _named(names: str) -> set[Any]:
+    """The getters, or methods, of Tensor by these names, as `__torch_function__` sees them."""
+    found = (getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name))
+    return {f if callable(f) else f.__get__ for f in found}
+
+
+_METADATA: set[Any] = {torch.is_floating_point, torch.is_complex, torch.numel} | _named(
+    "shape dtype device layout ndim requires_grad is_leaf grad_fn itemsize nbytes output_nr retains_grad name _version "
+    "_base _backward_hooks is_cuda is_cpu is_sparse is_quantized is_meta is_mps is_xpu is_nested is_mkldnn is_sparse_csr "
+    "is_xla is_ipu is_vulkan is_maia is_mtia size dim numel nelement stride storage_offset is_contiguous element_size "
+    "is_floating_point is_complex ndimension is_signed is_inference get_device register_hook is_shared __len__ is_conj "
+    "register_post_accumulate_grad_hook is_neg retain_grad data_ptr dim_order"
+)
+_REQUIRES_GRAD: set[Any] = {Tensor.requires_grad.__set__, Tensor.requires_grad_}  # type: ignore[attr-defined]
+_REFUSED: dict[Any, str] = {
+    Tensor.data.__set__: "assigning .data",  # type: ignore[attr-defined]
+    Tensor.set_: "set_()",
+    Tensor.resize_: "resize_()",
+    Tensor.untyped_storage: "taking the storage",
+    Tensor.storage: "taking the storage",
+    Tensor.share_memory_: "share_memory_()",
+}
+
+
+class GuardedParameter(nn.Parameter):
+    """A Parameter whose values are away; see the file's contract."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        guarded = list(_guarded(args)) + list(_guarded(tuple(kwargs.values())))
+        if func in _REQUIRES_GRAD:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **kwargs)
+            home_of(args[0]).trainable()
+            return result
+        if func in _REFUSED:
+            raise UsageError(
+                f"{_REFUSED[func]} of the sharded parameter '{home_of(guarded[0]).name}' is not supported: edit its values "
+                f"inside `with tiered.gather(parameter, modify=True)`, or call tiered.close(model) first"
+            )
+        return _fault(func, args, kwargs, guarded)
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        return home_of(self).grad()
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        home_of(self).set_grad(grad)
+
+    @grad.deleter
+    def grad(self) -> None:
+        home_of(self).set_grad(None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copy = nn.Parameter(home_of(self).exported(), self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(home_of(self).exported(), self.requires_grad).__reduce_ex__(protocol)
+
+
+def home_of(param: Tensor) -> Home:
+    """The Home of a sharded parameter. Raises UsageError for any other tensor."""
+    home = param.__dict__.get(ATTRIBUTE)
+    if home is None:
+        raise UsageError("this parameter is not sharded: call tiered.shard(model, config) on its model first")
+    return home  # type: ignore[no-any-return]
+
+
+def is_sharded(param: object) -> bool:
+    """True for a parameter that a sharded model owns."""
+    return isinstance(param, nn.Parameter) and ATTRIBUTE in param.__dict__
+
+
+def guard(param: nn.Parameter) -> None:
+    """The values are away, or may go."""
+    param.__class__ = GuardedParameter
+
+
+def unguard(param: nn.Parameter) -> None:
+    """The values are present and stay until the next `guard`."""
+    param.__class__ = nn.Parameter
+
+
+def _guarded(values: Any) -> Iterator[GuardedParameter]:
+    for value in values:
+        if isinstance(value, GuardedParameter):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _guarded(value)
+        elif isinstance(value, dict):
+            yield from _guarded(value.values())
+
+
+def _fault(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], guarded: list[Any]) -> Any:
+    """Bring in what `func` touches, run it, and note what it wrote."""
+    homes = {id(p): (p, home_of(p)) for p in guarded}
+    with ExitStack() as present, torch._C.DisableTorchFunctionSubclass():
+        for _, home in homes.values():
+            present.enter_context(home.opened(False))
+        versions = [p._version for p, _ in homes.values()]
+        result = func(*args, **kwargs)
+        for (param, home), version in zip(homes.values(), versions, strict=True):
+            if param._version != version:
+                home.note_write()
+    return result

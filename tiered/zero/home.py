@@ -1,0 +1,125 @@
+"""ParamHome: one sharded parameter as its guard sees it, a slot of its group.
+
+Owns the way from a parameter to its values and gradient. Leaves gathering to the group, accumulation to its gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from tiered.errors import UsageError
+from tiered.zero import graph
+from tiered.zero.grads import GroupGrads
+from tiered.zero.group import ParamGroup
+from tiered.zero.partition import Slot
+from tiered.zero.unit import current_phase
+
+if TYPE_CHECKING:
+    from tiered.zero.model import ShardedModel
+
+
+class ParamHome:
+    """See `guard.Home`."""
+
+    def __init__(self, name: str, group: ParamGroup, position: int, dtype: torch.dtype, model: ShardedModel) -> None:
+        self.name = name
+        self.group = group
+        self.position = position
+        self.dtype = dtype  # the parameter's own, before any precision policy: what state_dict() gives
+        self.grads: GroupGrads = model.grads[group.index]
+        self.model = model
+        self._hook: torch.utils.hooks.RemovableHandle | None = None
+        self._last_export: tuple[weakref.ref[torch.Tensor], int] | None = None
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The user's own Parameter object."""
+        return self.group.params[self.position]
+
+    @property
+    def slot(self) -> Slot:
+        """Its place in the group's flat tensor."""
+        return self.group.spec.slots[self.position]
+
+    # --- what the guard asks ---
+
+    @contextlib.contextmanager
+    def opened(self, write: bool) -> Iterator[None]:
+        with self.group.opened(current_phase()), graph.saving_notes():
+            yield
+
+    def note_write(self) -> None:
+        self.group.edited = True
+        self._last_export = None
+
+    def exported(self) -> torch.Tensor:
+        self.group.absorb()
+        kind = "master" if "master" in self.group.blocks and self.dtype == torch.float32 else "param"
+        return self.group.values(self.slot, kind).to(self.dtype)
+
+    def grad(self) -> torch.Tensor | None:
+        self.grads.drain()
+        return self.grads.view(self.position)
+
+    def set_grad(self, grad: torch.Tensor | None) -> None:
+        if grad is not None and grad.shape != self.slot.shape:
+            raise UsageError(
+                f"gradient for '{self.name}' has shape {tuple(grad.shape)}, expected {tuple(self.slot.shape)}"
+            )
+        if self.group.runtime.ranks.size > 1 and grad is not None:
+            raise UsageError(f"setting the gradient of '{self.name}' with several ranks is not supported")
+        if grad is not None:
+            self.model.start_training(self.group)
+        self.grads.replace(self.position, grad)
+
+    def trainable(self) -> None:
+        """Watch for gradients from now on, where the parameter requires them."""
+        if self._hook is None and self.param.requires_grad:
+            self.model.start_training(self.group)
+            with torch._C.DisableTorchFunctionSubclass():
+                self._hook = self.param.register_post_accumulate_grad_hook(self._arrive)
+
+    # --- the state dict ---
+
+    def state(self) -> torch.Tensor:
+        """The full value for a state_dict; a tied parameter saved under two names is one tensor, as in torch."""
+        if self._last_export is not None:
+            tensor = self._last_export[0]()
+            if tensor is not None and tensor._version == self._last_export[1] and not self.group.edited:
+                return tensor
+        tensor = self.exported()
+        self._last_export = (weakref.ref(tensor), tensor._version)
+        return tensor
+
+    def load_master(self, value: torch.Tensor) -> None:
+        """Give the fp32 master the loaded value in full precision; the parameter has its rounded form already."""
+        self._last_export = None
+        self.group.absorb()
+        if "master" in self.group.blocks:
+            self.group.set_values(self.slot, "master", value)
+
+    def forget_export(self) -> None:
+        """The values have changed since they were last exported."""
+        self._last_export = None
+
+    def release(self) -> None:
+        """Stop watching for gradients."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    # --- inside ---
+
+    def _arrive(self, param: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = torch.Tensor.grad.__get__(param)  # type: ignore[attr-defined]
+            torch.Tensor.grad.__set__(param, None)  # type: ignore[attr-defined]
+        if grad is not None:
+            self.grads.arrive(self.position, grad)
+            self.model.gradient_arrived()

@@ -1,0 +1,158 @@
+"""Deferred initialisation: a model is built as plain torch builds it, with only part of it in memory at a time.
+
+Every parameter is created and initialised by the user's own code, in the user's order, with real values and the real
+random stream. When the parameters registered so far take more than the limit, the one untouched for longest is parked:
+its values go to the drive, its storage is emptied and its class becomes the guard, so that any later touch (a second
+initialisation pass, tying, a load) brings it back. `shard` then moves each parameter from where it is to its group.
+
+Invariants:
+1. The values are bit for bit those of plain construction.
+2. A parameter that something else views is never parked.
+3. What is parked in memory terms: at most `limit` bytes of registered parameters stay resident, plus the one in use.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from tiered.store.block import Block, BlockKey
+from tiered.store.store import TieredStore
+from tiered.store.tier import Tier
+from tiered.zero.guard import ATTRIBUTE, guard, unguard
+
+
+class Nursery:
+    """The parameters under construction, and the drive they are parked on."""
+
+    def __init__(self, store: TieredStore, limit: int) -> None:
+        self._store = store
+        self._limit = limit
+        self._resident: collections.OrderedDict[int, Parked] = collections.OrderedDict()
+        self._bytes = 0
+        self._count = 0
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, every parameter that a module registers is taken in."""
+        handle = register_module_parameter_registration_hook(lambda module, name, param: self._register(name, param))
+        try:
+            yield
+        finally:
+            handle.remove()  # type: ignore[no-untyped-call]
+
+    def used(self, parked: Parked) -> None:
+        """`parked` is resident and was touched now; others go where that is too much."""
+        if id(parked) not in self._resident:
+            self._bytes += parked.nbytes
+        self._resident[id(parked)] = parked
+        self._resident.move_to_end(id(parked))
+        for key in list(self._resident):
+            if self._bytes <= self._limit:
+                return
+            if key != id(parked) and self._resident[key].park():
+                self.gone(self._resident[key])
+
+    def gone(self, parked: Parked) -> None:
+        """`parked` is not resident any more, or has left for its group."""
+        if self._resident.pop(id(parked), None) is not None:
+            self._bytes -= parked.nbytes
+
+    def block(self, nbytes: int) -> Block:
+        """A new block on the drive."""
+        self._count += 1
+        return self._store.create(BlockKey(self._count, "initial value"), nbytes, Tier.NVME)
+
+    @property
+    def store(self) -> TieredStore:
+        """Where parked values go."""
+        return self._store
+
+    def _register(self, name: str, param: nn.Parameter | None) -> None:
+        if type(param) is nn.Parameter and param.device.type == "cpu" and param.layout is torch.strided:
+            if ATTRIBUTE not in param.__dict__ and param.numel():
+                param.__dict__[ATTRIBUTE] = Parked(name, param, self)
+            if isinstance(home := param.__dict__.get(ATTRIBUTE), Parked):
+                self.used(home)
+
+
+class Parked:
+    """One parameter under construction: resident (plain) or parked (guarded). See `guard.Home`."""
+
+    def __init__(self, name: str, param: nn.Parameter, nursery: Nursery) -> None:
+        self.name = name
+        self.nbytes = param.untyped_storage().nbytes()
+        self._param = param
+        self._nursery = nursery
+        self._block: Block | None = None
+        self._away = False
+        self._plain_users = _users(param)
+
+    def park(self) -> bool:
+        """Move the values to the drive. False where something else views them: then nothing happens."""
+        param, store = self._param, self._nursery.store
+        if type(param) is not nn.Parameter or _users(param) > self._plain_users:
+            return False
+        if self._block is None:
+            self._block = self._nursery.block(self.nbytes)
+        store.patch(self._block, _bytes(param), 0)
+        param.untyped_storage().resize_(0)
+        self._away = True
+        guard(param)
+        return True
+
+    def bring_in(self) -> None:
+        """Make the values present and the parameter plain again."""
+        if self._away and self._block is not None:
+            unguard(self._param)
+            self._param.untyped_storage().resize_(self.nbytes)
+            self._nursery.store.load(self._block, _bytes(self._param), 0)
+            self._away = False
+        self._nursery.used(self)
+
+    def forget(self) -> None:
+        """The values have been copied to where they are going to live."""
+        unguard(self._param)
+        self._nursery.gone(self)
+        if self._block is not None:
+            self._nursery.store.remove(self._block)
+            self._block = None
+
+    # --- what the guard asks ---
+
+    @contextlib.contextmanager
+    def opened(self, write: bool) -> Iterator[None]:
+        self.bring_in()
+        yield
+
+    def note_write(self) -> None:
+        return None  # a resident parameter is always written when it is parked
+
+    def exported(self) -> torch.Tensor:
+        self.bring_in()
+        return self._param.detach().clone()
+
+    def grad(self) -> torch.Tensor | None:
+        return None
+
+    def set_grad(self, grad: torch.Tensor | None) -> None:
+        if grad is not None:
+            self.bring_in()
+            self._param.grad = grad
+
+    def trainable(self) -> None:
+        return None
+
+
+def _bytes(param: nn.Parameter) -> torch.Tensor:
+    """The parameter's whole storage as a row of bytes."""
+    return torch.empty(0, dtype=torch.uint8).set_(param.untyped_storage())
+
+
+def _users(param: nn.Parameter) -> int:
+    return int(torch._C._storage_Use_Count(param.untyped_storage()._cdata))

@@ -1,0 +1,97 @@
+"""Units: a module whose forward gathers its groups, computes, and lets them go.
+
+Instead of hooks that find tensors in inputs and outputs (and miss them in unusual objects), a unit replaces the
+instance's `forward` by a callable that opens a scope: groups present, parameters plain, saved tensors noted. Leaving
+the scope, by return or by exception, undoes all of it. Backward needs no hook: what it touches faults in.
+
+Invariant: `restore` leaves the module exactly as it was found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from tiered.errors import UsageError
+from tiered.schedule.trace import Phase
+from tiered.zero import graph
+from tiered.zero.group import ParamGroup
+
+
+def refuse_copy(self: object, *memo: object) -> NoReturn:
+    """The `__deepcopy__` and `__reduce__` of what drives one module: a copy would drive the original's groups."""
+    raise UsageError(
+        "a sharded module cannot be copied or pickled: load its state_dict() into a freshly built module instead, or "
+        "call tiered.close(model) first"
+    )
+
+
+def current_phase() -> Phase:
+    """What a forward that starts now is for. A forward inside backward recomputes a checkpoint."""
+    if torch._C._current_graph_task_id() != -1:
+        return Phase.BACKWARD
+    return Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
+
+
+class Unit:
+    """One module's scope around its forward."""
+
+    def __init__(self, name: str, module: nn.Module, groups: Sequence[ParamGroup]) -> None:
+        self.name = name
+        self.groups = tuple(groups)
+        self.input_dtype: torch.dtype | None = None
+        self._module = module
+        self._had_forward = "forward" in module.__dict__
+        self._forward: Callable[..., Any] = module.forward
+
+    def install(self) -> None:
+        """Replace the module's forward. Raises UsageError for a module that cannot be replaced."""
+        if isinstance(self._module, torch.jit.ScriptModule):
+            raise UsageError(f"'{self.name}' is a ScriptModule: sharding TorchScript modules is not supported")
+        self._module.forward = _ScopedForward(self)
+
+    def restore(self) -> None:
+        """Give the module its own forward back."""
+        if self._had_forward:
+            self._module.forward = self._forward
+        else:
+            self._module.__dict__.pop("forward", None)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's own forward, inside the scope."""
+        if self.input_dtype is not None:
+            args, kwargs = _cast(args, self.input_dtype), _cast(kwargs, self.input_dtype)
+        phase = current_phase()
+        with contextlib.ExitStack() as scope:
+            for group in self.groups:
+                scope.enter_context(group.computing(phase))
+            scope.enter_context(graph.saving_notes())
+            return self._forward(*args, **kwargs)
+
+
+class _ScopedForward:
+    """The `forward` of a unit's module; refuses to be copied, since a copy would drive the original's groups."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._unit.run(args, kwargs)
+
+    __deepcopy__ = refuse_copy
+    __reduce__ = refuse_copy
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with its floating-point tensors in `dtype`; looks into tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if type(value) in (tuple, list):
+        return type(value)(_cast(v, dtype) for v in value)
+    if type(value) is dict:
+        return {k: _cast(v, dtype) for k, v in value.items()}
+    return value
