@@ -108,9 +108,7 @@ bool isa_supported(Isa isa) {
   }
 }
 
-const char* isa_name(Isa isa) {
-  return isa == Isa::avx512 ? "avx512" : isa == Isa::avx2 ? "avx2" : "scalar";
-}
+const char* isa_name(Isa isa) { return isa == Isa::avx512 ? "avx512" : isa == Isa::avx2 ? "avx2" : "scalar"; }
 
 Isa isa_from_environment() {
   constexpr Isa widest_first[] = {Isa::avx512, Isa::avx2, Isa::scalar};
@@ -159,9 +157,8 @@ double accumulate(ArrayRef dst, ArrayRef src, int64_t n, bool add, Isa isa, int 
 
 double sum_of_squares(ArrayRef array, int64_t n, Isa isa, int threads) {
   const KernelTable::SumOfSquares kernel = kernels_of(isa).sum_of_squares[static_cast<size_t>(array.type)];
-  return sum_blocks(n, threads, [&](int64_t first, int64_t block_n) {
-    return kernel(at(array.data, array.type, first), block_n);
-  });
+  return sum_blocks(n, threads,
+                    [&](int64_t first, int64_t block_n) { return kernel(at(array.data, array.type, first), block_n); });
 }
 
 }  // namespace tiered

@@ -30,15 +30,15 @@ enum class Isa { scalar, avx2, avx512 };
 struct AdamUpdate {
   int64_t start;
   int64_t stop;
-  float grad_scale;       // negative to maximize
-  float decay;            // 1 - lr * weight_decay
-  float lerp;             // exp_avg' = (lerp_from_grad ? grad : exp_avg) + lerp * (grad - exp_avg)
+  float grad_scale;  // negative to maximize
+  float decay;       // 1 - lr * weight_decay
+  float lerp;        // exp_avg' = (lerp_from_grad ? grad : exp_avg) + lerp * (grad - exp_avg)
   bool lerp_from_grad;
   float beta2;
-  float grad_sq_weight;   // 1 - beta2
+  float grad_sq_weight;  // 1 - beta2
   float bias2_sqrt;
   float eps;
-  float step_size;        // lr / (1 - beta1 ** step)
+  float step_size;  // lr / (1 - beta1 ** step)
 };
 
 // Equal-length arrays. `param_out` receives the new master in `out_type`, or is null.

@@ -1,13 +1,16 @@
 // Exposes adam.h to tiered/optim/kernels.py, which has checked every argument: tensors arrive as addresses.
 //
 // The GIL is released while the kernels run; the Python caller keeps the tensors alive until the call returns.
+#include <cxxabi.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
+#include <exception>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -21,7 +24,7 @@ namespace nb = nanobind;
 namespace {
 
 using Address = uintptr_t;
-using Array = std::pair<Address, int>;            // address, DType
+using Array = std::pair<Address, int>;                // address, DType
 using State = std::tuple<Address, Address, Address>;  // master, exp_avg, exp_avg_sq
 // The fields of AdamUpdate, in its order.
 using Update = std::tuple<int64_t, int64_t, double, double, double, bool, double, double, double, double, double>;
@@ -29,6 +32,31 @@ using Update = std::tuple<int64_t, int64_t, double, double, double, bool, double
 tiered::Isa chosen_isa() {
   static const tiered::Isa isa = tiered::isa_from_environment();
   return isa;
+}
+
+// Until Python 3.14, a thread that asks for the GIL of an interpreter that is shutting down is unwound by pthread_exit,
+// and the first noexcept frame, as in a destructor that releases a lock, ends the whole process by std::terminate. Such
+// a thread (a daemon thread that was computing at exit) sleeps here instead, as 3.14 lets it.
+void take_gil(PyThreadState* state) {
+  try {
+    PyEval_RestoreThread(state);
+  } catch (abi::__forced_unwind&) {
+    while (true) pause();
+  }
+}
+
+// Runs work() without the GIL.
+template <class Work>
+auto without_gil(const Work& work) {
+  PyThreadState* state = PyEval_SaveThread();
+  try {
+    const auto result = work();
+    take_gil(state);
+    return result;
+  } catch (const std::exception&) {
+    take_gil(state);
+    throw;
+  }
 }
 
 tiered::ArrayRef array_ref(const Array& array) {
@@ -57,10 +85,6 @@ tiered::AdamUpdate update_of(const Update& fields) {
 void adamw(const std::vector<Update>& fields, const State& state, const Array& grad, const std::optional<Array>& out,
            int threads) {
   const tiered::Isa isa = chosen_isa();
-  const nb::gil_scoped_release unlocked;
-  std::vector<tiered::AdamUpdate> updates;
-  updates.reserve(fields.size());
-  for (const Update& one : fields) updates.push_back(update_of(one));
   const tiered::ArrayRef grad_ref = array_ref(grad);
   const tiered::ArrayRef out_ref = out ? array_ref(*out) : tiered::ArrayRef{nullptr, tiered::DType::fp32};
   const tiered::AdamArrays arrays{reinterpret_cast<float*>(std::get<0>(state)),
@@ -70,19 +94,23 @@ void adamw(const std::vector<Update>& fields, const State& state, const Array& g
                                   grad_ref.type,
                                   out_ref.data,
                                   out_ref.type};
-  tiered::adamw(updates.data(), updates.size(), arrays, isa, threads);
+  without_gil([&] {
+    std::vector<tiered::AdamUpdate> updates;
+    updates.reserve(fields.size());
+    for (const Update& one : fields) updates.push_back(update_of(one));
+    tiered::adamw(updates.data(), updates.size(), arrays, isa, threads);
+    return true;
+  });
 }
 
 double accumulate(const Array& dst, const Array& src, int64_t n, bool add, int threads) {
   const tiered::Isa isa = chosen_isa();
-  const nb::gil_scoped_release unlocked;
-  return tiered::accumulate(array_ref(dst), array_ref(src), n, add, isa, threads);
+  return without_gil([&] { return tiered::accumulate(array_ref(dst), array_ref(src), n, add, isa, threads); });
 }
 
 double sum_of_squares(const Array& array, int64_t n, int threads) {
   const tiered::Isa isa = chosen_isa();
-  const nb::gil_scoped_release unlocked;
-  return tiered::sum_of_squares(array_ref(array), n, isa, threads);
+  return without_gil([&] { return tiered::sum_of_squares(array_ref(array), n, isa, threads); });
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // The seam between adam.cpp (dispatch, threads) and the loops of one instruction set.
 //
-// A table holds one function per element-type combination. Every table computes the same bits (adam.h, invariants 1, 2).
+// A table holds one function per element-type combination. Every table computes the same bits (adam.h, invariants 1,
+// 2).
 #pragma once
 
 #include "adam.h"

@@ -1,7 +1,8 @@
 // The extension module tiered._native: the I/O engine and the checksum, then what adam_bindings.cpp adds.
 //
 // 1. The GIL is released around everything that may block, and no thread of the engine ever takes it: completion comes
-//    to Python as tokens that a Python thread fetches (tiered/io/engine.py). So nothing here can meet a dying interpreter.
+//    to Python as tokens that a Python thread fetches (tiered/io/engine.py). So nothing here can meet a dying
+//    interpreter.
 // 2. Addresses come as integers. Whoever passes one keeps the memory alive until the request is done.
 // 3. std::invalid_argument becomes ValueError and std::logic_error RuntimeError; outcomes of I/O are values.
 #include <nanobind/nanobind.h>

@@ -35,8 +35,8 @@ void set_state(PieceRecord& record, PieceState state) noexcept {
   __atomic_store_n(&record.state, static_cast<std::uint32_t>(state), __ATOMIC_RELEASE);
 }
 
-// The two descriptors of the file. A transfer that was cut short goes on with the buffered one: the rest of it may no
-// longer be aligned.
+// The two descriptors of the file. A transfer that was cut short goes on with the buffered one, as the rest of it may
+// no longer be aligned; so does one that direct I/O calls invalid, which hides a limit reached inside a block (EFBIG).
 struct Descriptors {
   int first;
   int rest;
@@ -50,6 +50,10 @@ Failure run_whole(Call call, Descriptors fds, std::size_t nbytes, std::uint64_t 
     const ssize_t got = call(fd, moved, nbytes - moved, static_cast<off_t>(offset + moved));
     if (got < 0) {
       if (errno == EINTR) continue;
+      if (errno == EINVAL && fd != fds.rest) {
+        fd = fds.rest;
+        continue;
+      }
       return Failure{Fault::system, errno, 0};
     }
     if (got == 0) return Failure{Fault::short_end, 0, 0};

@@ -5,13 +5,15 @@
 //
 // Invariants:
 //  1. A piece is transferred whole or its request fails: EINTR and short transfers are continued, end of file is an
-//     error. Every other piece of a failed request is still attempted, and the failure kept is that of the lowest piece.
+//     error. Every other piece of a failed request is still attempted, and the failure kept is that of the lowest
+//     piece.
 //  2. A piece has a record in a table of the caller. A write stores the checksum and makes the record `valid`, or
 //     `invalid` when it failed. A read looks at the record first: `blank` gives zeros without touching the file,
 //     `valid` is read and verified, anything else fails.
-//  3. Offsets are multiples of kBlock (submit refuses others). With a direct descriptor, memory that is not aligned, and
-//     a tail shorter than kBlock, go through the worker's bounce buffer, and the file is written and read up to the next
-//     multiple of kBlock: it must be that long. Without one, exactly the piece's bytes are touched.
+//  3. Offsets are multiples of kBlock (submit refuses others). With a direct descriptor, memory that is not aligned,
+//  and
+//     a tail shorter than kBlock, go through the worker's bounce buffer, and the file is written and read up to the
+//     next multiple of kBlock: it must be that long. Without one, exactly the piece's bytes are touched.
 //  4. close() and the destructor wait for everything submitted. Nothing is ever dropped silently.
 //  5. In a forked child there are no workers: submit and waits that would block throw, close() does nothing, and the
 //     state is left alone, as a lock may have been held while forking.

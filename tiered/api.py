@@ -22,7 +22,7 @@ from tiered.errors import ConfigError, UsageError
 from tiered.io.swapfile import SwapSpace
 from tiered.optim import kernels
 from tiered.stats import Meter, Stats
-from tiered.store.store import TieredStore
+from tiered.store.store import WINDOW_BYTES, TieredStore
 from tiered.store.tier import Budget, Tier
 from tiered.zero.build import build, gather_paths, plan_groups
 from tiered.zero.collectives import Ranks
@@ -49,7 +49,7 @@ def deferred_init(config: Config) -> Iterator[None]:
         yield
         return
     limit = _host_limit(config) // 2
-    store = TieredStore(Budget(Tier.HOST, limit), _open_space(config, 0), Meter())
+    store = TieredStore(Budget(Tier.HOST, max(limit, WINDOW_BYTES)), _open_space(config, 0), Meter())
     nursery = Nursery(store, limit // 2)
     with nursery.watching():
         yield
@@ -73,23 +73,18 @@ def shard(model: M, config: Config) -> M:
     host_limit = _host_limit(config)
     sizes = [g.sizes() for g in groups]
     placement = place_groups(sizes, gather_paths(model, units, groups), config, host_limit, in_place=in_place)
-    on_drive = any(tier is Tier.NVME for tier in placement.homes.values())
     meter = Meter()
-    space = _open_space(config, ranks.rank) if on_drive or config.directories else None
-    try:
-        device = _open_device(config)
-        runtime = Runtime(
-            device=device,
-            store=TieredStore(Budget(Tier.HOST, host_limit), space, meter),
-            budget=Budget(Tier.DEVICE, placement.device_limit),
-            meter=meter,
-            ranks=ranks,
-        )
-        build(model, config, runtime, plans, placement, _accumulate)
-    except BaseException:
+    with contextlib.ExitStack() as undo:
+        space = _open_space(config, ranks.rank) if config.directories else None
         if space is not None:
-            space.close()
-        raise
+            undo.callback(space.close)
+        device = _open_device(config)
+        undo.callback(device.close)
+        store = TieredStore(Budget(Tier.HOST, host_limit), space, meter)
+        budget = Budget(Tier.DEVICE, placement.device_limit)
+        runtime = Runtime(device=device, store=store, budget=budget, meter=meter, ranks=ranks)
+        build(model, config, runtime, plans, placement, _accumulate)
+        undo.pop_all()
     return model
 
 

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from tiered.cli import main, summary
 
 TINY = ["--layers", "2", "--hidden", "32", "--heads", "2", "--context", "16", "--batch", "2"]
 SECONDS = 240
@@ -82,6 +85,14 @@ def test_a_run_on_a_drive_moves_bytes_learns_and_equals_plain_pytorch(text: Path
 @pytest.mark.parametrize("extra", [("--no-deferred",), ("--tied-head",), ("--checkpoint-activations",)])
 def test_other_ways_to_build_the_model_equal_plain_pytorch_too(text: Path, extra: tuple[str, ...]) -> None:
     assert result(text, "--steps", 3, "--compare-plain", *extra)["plain"]["largest_difference"] <= 1e-4
+
+
+def test_losses_that_differ_from_plain_pytorch_are_code_1(
+    text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(summary.TOLERANCE, torch.float32, -1.0)  # no difference is below it
+    assert main(["train", *TINY, str(text), "--steps", "1", "--compare-plain"]) == 1
+    assert "DIFFERENT" in capsys.readouterr().out
 
 
 def test_bf16_weights_follow_plain_pytorch_with_an_fp32_master(text: Path) -> None:

@@ -13,7 +13,16 @@ import pytest
 from tiered.io import Extent, SwapSpace
 
 Bytes = npt.NDArray[np.uint8]
-HAS_NATIVE = subprocess.run([sys.executable, "-c", "import tiered._native"], capture_output=True).returncode == 0
+# Before the code of a child process: the package without its __init__, which loads torch and takes seconds to do so.
+PRELUDE = """
+import importlib.util, sys, types
+package = types.ModuleType("tiered")
+package.__path__ = list(importlib.util.find_spec("tiered").submodule_search_locations)
+sys.modules["tiered"] = package
+"""
+HAS_NATIVE = (
+    subprocess.run([sys.executable, "-c", PRELUDE + "import tiered._native"], capture_output=True).returncode == 0
+)
 
 
 @pytest.fixture(params=[pytest.param("native", marks=pytest.mark.native), "portable"])
@@ -89,10 +98,26 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs code in a fresh interpreter, `arguments` in sys.argv[1:], with warnings as errors and a time limit."""
 
     def run(code: str, *arguments: object, prefix: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-        command = [*prefix, sys.executable, "-W", "error", "-c", code, *map(str, arguments)]
+        command = [*prefix, sys.executable, "-W", "error", "-c", PRELUDE + code, *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, timeout=90, env=dict(os.environ))
 
     return run
+
+
+@pytest.fixture
+def start_python() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts code like run_python, with a pipe for its output, and kills what still runs at the end."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(code: str, *arguments: object) -> subprocess.Popen[str]:
+        command = [sys.executable, "-W", "error", "-c", PRELUDE + code, *map(str, arguments)]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate(timeout=60)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A swap directory belongs to one run: refusals before anything is written, and reclaiming of the provably dead only."""
+"""A swap directory belongs to one run: refusals come before any write, and only the provably dead are reclaimed."""
 
 import errno
 import fcntl
@@ -8,8 +8,7 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,20 +27,14 @@ time.sleep(600)
 
 
 @pytest.fixture
-def start_owner(tmp_path: Path) -> Iterator[Callable[[], tuple[subprocess.Popen[str], Path]]]:
+def start_owner(tmp_path: Path, start_python: Callable) -> Callable[[], tuple[subprocess.Popen[str], Path]]:
     """Starts processes that claim a directory below tmp_path and sit there."""
-    owners: list[subprocess.Popen[str]] = []
 
     def start() -> tuple[subprocess.Popen[str], Path]:
-        command = [sys.executable, "-c", HOLD, str(tmp_path)]
-        owners.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        assert owners[-1].stdout is not None
-        return owners[-1], Path(owners[-1].stdout.readline().strip())
+        owner = start_python(HOLD, tmp_path)
+        return owner, Path(owner.stdout.readline().strip())
 
-    yield start
-    for owner in owners:
-        owner.kill()
-        owner.communicate(timeout=60)
+    return start
 
 
 def test_a_claim_is_private_and_names_its_owner(tmp_path: Path) -> None:
@@ -81,7 +74,7 @@ def test_a_path_that_is_no_real_directory_is_refused_by_name(tmp_path: Path, kin
         path.symlink_to(tmp_path / "nowhere" if kind == "dangling" else real)
     given = f"{path}/" if kind == "link with a slash" else path
     for call in (claim, check):
-        with pytest.raises(SwapDirectoryError, match="make it first|give a directory|target instead") as caught:
+        with pytest.raises(SwapDirectoryError, match=r"make it first|give a directory|target instead") as caught:
             call(given)
         assert caught.value.filename == str(path)
         assert caught.value.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
@@ -138,7 +131,7 @@ def test_a_planted_link_in_place_of_the_swap_file_is_not_followed(tmp_path: Path
     (Path(claimed.path) / "swap").symlink_to(precious)
     with pytest.raises(SwapDirectoryError, match="swap"):
         claimed.create("swap")
-    with pytest.raises(OSError, match="[Ss]ymbolic"):
+    with pytest.raises(OSError, match=r"[Ss]ymbolic"):
         claimed.reopen("swap")
     claimed.release()
     assert precious.read_bytes() == b"precious"

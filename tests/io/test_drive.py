@@ -1,5 +1,6 @@
 """Ranges of a swap file: whole, disjoint, reused, and preallocated on the drive."""
 
+import errno
 import os
 import random
 from collections.abc import Iterator
@@ -99,3 +100,16 @@ def test_a_drive_without_room_names_the_file_and_the_bytes(drive: Drive) -> None
         assert drive.nbytes == os.stat(drive.path).st_size == 3 * BLOCK
     drive.give_back(first, 3 * BLOCK)
     assert drive.take(3 * BLOCK) == first
+
+
+def test_what_a_drive_kept_of_a_failed_growth_is_given_back(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    drive.take(BLOCK)
+
+    def half(descriptor: int, offset: int, nbytes: int) -> None:
+        os.ftruncate(descriptor, offset + nbytes // 2)
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "posix_fallocate", half)
+    with pytest.raises(SwapFullError):
+        drive.take(8 * BLOCK)
+    assert os.stat(drive.path).st_size == drive.nbytes == BLOCK

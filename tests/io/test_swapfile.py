@@ -230,6 +230,17 @@ def test_an_exception_in_a_callback_is_logged_and_stops_nothing(
     assert "ZeroDivisionError" in caplog.text
 
 
+def test_close_waits_for_callbacks(open_space: Callable, memory: Callable) -> None:
+    space = open_space(piece_bytes=4096, threads=1)
+    data = memory(64 * 4096)
+    extent = space.allocate(data.nbytes, "weights")
+    ran: list[bool] = []
+    ticket = space.write(extent, data.ctypes.data, data.nbytes)
+    ticket.add_done_callback(lambda: (time.sleep(0.2), ran.append(True)))
+    space.close()
+    assert ran == [True]
+
+
 def test_closing_from_a_callback_is_refused(open_space: Callable, memory: Callable) -> None:
     space = open_space(piece_bytes=4096, threads=1)
     data = memory(256 * 4096)

@@ -11,7 +11,6 @@ Invariants:
 scaled up to full steps, and two correct runs would differ.
 """
 
-import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -31,7 +30,7 @@ SEED = 11
 RTOL = 1e-5
 ATOL = 2e-6
 ADAM = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
-STATE_BYTES = 16  # fp32 parameter, gradient and two moments
+PAGE = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +102,9 @@ class Session:
         self.optimizer.zero_grad()
         return loss, self.optimizer.grad_norm
 
+    def train_on(self, seeds: range) -> list[tuple[float, float]]:
+        return [self.train(seed) for seed in seeds]
+
     def weights(self) -> dict[str, Tensor]:
         return copied(self.model.state_dict())
 
@@ -130,8 +132,11 @@ def parameters(model: nn.Module) -> Iterable[Any]:
 
 
 @functools.cache
-def sizes(build: Callable[[], nn.Module]) -> tuple[int, int]:
-    """(elements in all parameters, elements in the largest unit that may be gathered at once)."""
+def units(build: Callable[[], nn.Module]) -> tuple[int, ...]:
+    """float32 bytes, in whole pages, of each part of a model that is gathered by itself, as near as a test can know.
+
+    Those are the elements of module lists and every other module that owns parameters.
+    """
     model = build()
     stacks = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
 
@@ -141,22 +146,21 @@ def sizes(build: Callable[[], nn.Module]) -> tuple[int, int]:
                 return ".".join(name.split(".")[: stack.count(".") + 2])
         return name.rpartition(".")[0]
 
-    units: dict[str, int] = {}
+    elements: dict[str, int] = {}
     for name, p in model.named_parameters():
-        units[unit(name)] = units.get(unit(name), 0) + p.numel()
-    return sum(units.values()), max(units.values())
+        elements[unit(name)] = elements.get(unit(name), 0) + p.numel()
+    return tuple(-(-4 * count // PAGE) * PAGE for count in elements.values())
 
 
 def budgets(build: Callable[[], nn.Module], place: Placement) -> tuple[int | None, int]:
-    """(device budget, host budget) in bytes: what must stay there by the placement, and room for a few units."""
-    total, largest = sizes(build)
-    room = max(4 * total, 3 * STATE_BYTES * largest) + 65536
-    on_host = ("host", "device") if place.device == "cpu" else ("host",)
-    host = room + 4 * total * (place.param in on_host) + 12 * total * (place.optimizer in on_host)
+    """(device budget, host budget) in bytes: what the placement keeps there, and room to move the largest units."""
+    total, largest = sum(units(build)), max(units(build))
+    keeps_host = ("host", "device") if place.device == "cpu" else ("host",)
+    host = 24 * largest + 24 * PAGE + total * (place.param in keeps_host) + 3 * total * (place.optimizer in keeps_host)
     if place.device == "cpu":
         return None, host
-    device = max(2 * total, 4 * 4 * largest) + 65536
-    return device + 4 * total * (place.param == "device") + 12 * total * (place.optimizer == "device"), host
+    keeps = total * (place.param == "device") + 3 * total * (place.optimizer == "device")
+    return 5 * largest + 8 * PAGE + keeps, host
 
 
 def config_for(build: Callable[[], nn.Module], place: Placement, swap: Path, **settings: Any) -> Any:
@@ -260,12 +264,19 @@ def agree(scenario: Scenario, case: Case, place: Placement, swap: Path, *, refus
                 if not refusable:
                     raise
                 results.append(None)
-                assert len(str(refusal)) > 20, f"the refusal does not say what to do: {refusal!r}"
+                refused(refusal)
     if results[0] is not None:
         same(results[0], want, exact=False, where="tiered against plain torch")
     assert (results[-1] is None) == (results[0] is None), "refused in one placement only"
     if results[-1] is not None:
         same(results[-1], results[0], exact=True, where=f"{place.name} against host")
+
+
+def refused(refusal: TieredError, *words: str) -> None:
+    """The message of a refusal names what it must and is long enough to say what to do."""
+    message = str(refusal)
+    assert len(message) > 20, f"the refusal does not say what to do: {message!r}"
+    assert all(word in message for word in words), f"the refusal does not name {words}: {message!r}"
 
 
 def frozen(*names: str) -> Prepare:
@@ -282,8 +293,3 @@ def frozen(*names: str) -> Prepare:
 def variant(case: Case, name: str, build: Callable[[], nn.Module]) -> Case:
     """The same batches for another model."""
     return replace(case, name=name, build=build)
-
-
-def twin(model: nn.Module) -> nn.Module:
-    """An independent plain copy of a plain model."""
-    return copy.deepcopy(model)

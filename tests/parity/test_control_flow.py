@@ -4,7 +4,6 @@ A learnt order of use is a hint, so each scenario breaks it in a way that a user
 torch. Exceptions must leave a model that trains on as if the failed attempt had not been made.
 """
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,33 +14,17 @@ import torch
 import torch.nn.functional as F
 from models import CONV, GPT, LAYER_DROP, MOE, ORDERS, SIAMESE, Batch, Block, Case, Gpt, class_batch, token_batch
 from parity.harness import (
-    ADAM,
-    EMULATED,
-    HOST,
-    SEED,
     Placement,
     Session,
     agree,
-    config_for,
     copied,
-    plain_session,
-    same,
-    tiered_session,
 )
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import tiered
-
-
-def train_on(session: Session, seeds: range) -> list[tuple[float, float]]:
-    return [session.train(seed) for seed in seeds]
-
 
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
-def test_evaluation_between_steps_changes_nothing(
-    guard: Callable[[], Any], placement: Placement, swap: Path
-) -> None:
+def test_evaluation_between_steps_changes_nothing(guard: Callable[[], Any], placement: Placement, swap: Path) -> None:
     """Before the first step, between backward and step, between steps; in eval and in train mode."""
 
     def scenario(session: Session) -> Any:
@@ -117,7 +100,7 @@ def test_greedy_generation_between_steps_yields_torchs_tokens(placement: Placeme
 @pytest.mark.parametrize("case", [LAYER_DROP, MOE], ids=lambda case: case.name)
 def test_a_path_that_changes_at_every_step_stays_right(case: Case, placement: Placement, swap: Path) -> None:
     def scenario(session: Session) -> Any:
-        losses = train_on(session, range(2 * len(ORDERS)))
+        losses = session.train_on(range(2 * len(ORDERS)))
         losses += [session.train(seed) for seed in (4, 4, 0, 3, 1, 1)]
         return [losses, session.weights(), session.moments()]
 
@@ -204,7 +187,7 @@ def test_a_shared_block_under_checkpointing_adds_its_gradients(
         losses = [session.backward(seed) for seed in range(2)]
         session.optimizer.step()
         session.optimizer.zero_grad()
-        return [losses, train_on(session, range(2, 5)), session.weights(), session.moments()]
+        return [losses, session.train_on(range(2, 5)), session.weights(), session.moments()]
 
     agree(scenario, Case(build.__name__, build, token_batch), placement, swap)
 
@@ -268,7 +251,7 @@ class Delegating(nn.Module):
 )
 def test_odd_module_interfaces_train_as_in_torch(case: Case, placement: Placement, swap: Path) -> None:
     def scenario(session: Session) -> Any:
-        return [train_on(session, range(4)), session.weights(), session.moments()]
+        return [session.train_on(range(4)), session.weights(), session.moments()]
 
     agree(scenario, case, placement, swap, max_grad_norm=0.5)
 
@@ -278,171 +261,13 @@ def test_batch_statistics_are_torchs_and_stay_float32(placement: Placement, swap
         losses = [session.backward(seed) for seed in range(2)]
         session.optimizer.step()
         session.optimizer.zero_grad()
-        losses += train_on(session, range(2, 4))
+        losses += session.train_on(range(2, 4))
         session.model.eval()
         with torch.no_grad():
             losses.append(session.model(*session.batch(9)).item())
         return [losses, {name: copied(buffer) for name, buffer in session.model.named_buffers()}, session.weights()]
 
     agree(scenario, CONV, placement, swap)
-
-
-class Fault(Exception):
-    """Raised on purpose by a test."""
-
-
-def fail(*_: Any) -> None:
-    raise Fault
-
-
-@pytest.mark.parametrize("where", ["embed", "blocks.0", "blocks.4.up", "norm"])
-@pytest.mark.parametrize("attempt", [0, 2])
-def test_an_exception_in_forward_then_a_retry_trains_as_if_it_had_not_happened(
-    where: str, attempt: int, placement: Placement, swap: Path
-) -> None:
-    def scenario(session: Session) -> Any:
-        losses = []
-        for step in range(4):
-            if step == attempt:
-                hook = session.model.get_submodule(where).register_forward_pre_hook(fail)
-                with pytest.raises(Fault):
-                    session.model(*session.batch(step))
-                hook.remove()
-            losses.append(session.train(step))
-        return [losses, session.weights(), session.moments()]
-
-    agree(scenario, GPT, placement, swap, max_grad_norm=0.5)
-
-
-@pytest.mark.parametrize("where", ["blocks.0", "blocks.4.up", "norm"])
-@pytest.mark.parametrize("attempt", [0, 2])
-def test_an_exception_in_backward_then_a_retry_trains_as_if_it_had_not_happened(
-    where: str, attempt: int, placement: Placement, swap: Path
-) -> None:
-    def scenario(session: Session) -> Any:
-        losses = []
-        for step in range(4):
-            if step == attempt:
-
-                def poison(module: nn.Module, inputs: Any, output: Tensor) -> None:
-                    output.register_hook(fail)
-
-                hook = session.model.get_submodule(where).register_forward_hook(poison)
-                loss = session.model(*session.batch(step))
-                with pytest.raises(Fault):
-                    loss.backward()
-                hook.remove()
-                session.optimizer.zero_grad()
-            losses.append(session.train(step))
-        return [losses, session.weights(), session.moments()]
-
-    agree(scenario, GPT, placement, swap, max_grad_norm=0.5)
-
-
-def test_gradients_already_accumulated_survive_an_exception_in_the_next_forward(
-    placement: Placement, swap: Path
-) -> None:
-    def scenario(session: Session) -> Any:
-        session.backward(0)
-        hook = session.model.blocks[3].register_forward_pre_hook(fail)
-        with pytest.raises(Fault):
-            session.backward(1)
-        hook.remove()
-        session.backward(2)
-        session.optimizer.step()
-        return [session.weights(), session.moments(), session.optimizer.grad_norm]
-
-    agree(scenario, GPT, placement, swap)
-
-
-def test_many_failures_in_a_row_use_up_nothing(swap: Path) -> None:
-    """More failed attempts than any pool has buffers, then a step that must still find all of them."""
-
-    def scenario(session: Session) -> Any:
-        for attempt in range(30):
-            with_fault = session.model.blocks[attempt % 8].register_forward_hook(fail)
-            with pytest.raises(Fault):
-                session.model(*session.batch(attempt))
-            with_fault.remove()
-        return [train_on(session, range(3)), session.weights()]
-
-    agree(scenario, GPT, EMULATED, swap)
-
-
-@pytest.mark.parametrize("outer", [HOST, EMULATED], ids=lambda place: place.name)
-def test_two_models_in_one_process_train_side_by_side_on_one_directory(outer: Placement, swap: Path) -> None:
-    alone = []
-    for case in (GPT, LAYER_DROP):
-        with plain_session(case) as session:
-            alone.append([train_on(session, range(4)), session.weights()])
-    together: list[list[Any]] = [[], []]
-    config_a, config_b = config_for(GPT.build, outer, swap), config_for(LAYER_DROP.build, EMULATED, swap)
-    torch.manual_seed(SEED)
-    model_a = tiered.shard(GPT.build(), config_a)
-    torch.manual_seed(SEED)
-    model_b = tiered.shard(LAYER_DROP.build(), config_b)
-    a = Session(GPT, model_a, tiered.AdamW(model_a.parameters(), **ADAM), config_a)
-    b = Session(LAYER_DROP, model_b, tiered.AdamW(model_b.parameters(), **ADAM), config_b)
-    for step in range(4):
-        together[0].append(a.train(step))
-        together[1].append(b.train(step))
-    weights_a, weights_b = a.weights(), b.weights()
-    tiered.close(model_a)
-    b.train(9)  # closing one leaves the other working
-    tiered.close(model_b)
-    same([together[0], weights_a], alone[0], exact=False)
-    same([together[1], weights_b], alone[1], exact=False)
-    assert not list(swap.iterdir())
-
-
-def policy_and_reference(policy: Session, reference: nn.Module) -> list[Any]:
-    """A policy pulled to a fixed reference model, whose forward runs between the policy's forward and backward."""
-    losses = []
-    for step in range(3):
-        tokens, _ = policy.batch(step)
-        logits = policy.model(tokens)
-        with torch.no_grad():
-            target = reference(tokens).softmax(-1)
-        loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(0, 1))
-        loss.backward()
-        policy.optimizer.step()
-        policy.optimizer.zero_grad()
-        losses.append(loss.item())
-    return [losses, policy.weights()]
-
-
-def test_a_policy_trains_against_a_frozen_sharded_reference(placement: Placement, swap: Path) -> None:
-    def build_reference() -> nn.Module:
-        torch.manual_seed(77)
-        return Gpt(layers=3).requires_grad_(False).eval()
-
-    with plain_session(GPT) as session:
-        want = policy_and_reference(session, build_reference())
-    config = config_for(build_reference, placement, swap)
-    reference = tiered.shard(build_reference(), config)
-    (swap / "policy").mkdir()
-    with tiered_session(GPT, placement, swap / "policy") as session:
-        got = policy_and_reference(session, reference)
-    tiered.close(reference)
-    same(copied(reference.state_dict()), copied(build_reference().state_dict()), exact=True)
-    same(got, want, exact=False)
-
-
-def test_a_forward_on_another_thread_is_right(placement: Placement, swap: Path) -> None:
-    """A data or evaluation thread may use the model while the training thread waits for it."""
-
-    def scenario(session: Session) -> Any:
-        seen: list[Any] = []
-        for step in range(2):
-            session.train(step)
-            worker = threading.Thread(target=lambda: seen.append(session.backward(50)))
-            worker.start()
-            worker.join()
-            session.optimizer.step()
-            session.optimizer.zero_grad()
-        return [seen, session.weights()]
-
-    agree(scenario, GPT, placement, swap)
 
 
 class WidthByBatch(nn.Module):
@@ -463,6 +288,6 @@ def width_batch(seed: int) -> Batch:
 
 def test_batches_of_changing_and_of_zero_size_train_as_in_torch(placement: Placement, swap: Path) -> None:
     def scenario(session: Session) -> Any:
-        return [train_on(session, range(5)), session.weights(), session.moments()]
+        return [session.train_on(range(5)), session.weights(), session.moments()]
 
     agree(scenario, Case("width", WidthByBatch, width_batch), placement, swap, max_grad_norm=1.0)

@@ -25,8 +25,8 @@ from parity.harness import (
     frozen,
     plain_session,
     same,
-    sizes,
     tiered_session,
+    units,
     variant,
 )
 
@@ -98,9 +98,8 @@ def train(session: Session, accumulate: tuple[int, ...]) -> dict[str, Any]:
 def assert_moved(session: Session, place: Placement) -> None:
     """Bytes went to the drive and came back, as the budgets cannot hold what the drive tier holds."""
     tiers = (place.param, place.optimizer)
-    total, _ = sizes(session.case.build)
     held = sum(budget or 0 for budget in budgets(session.case.build, place))
-    if "nvme" not in tiers and not ("auto" in tiers and held < 16 * total):
+    if "nvme" not in tiers and not ("auto" in tiers and held < 4 * sum(units(session.case.build))):
         return
     stats = tiered.stats(session.model)
     assert stats.written_bytes["nvme"] > 0, "nothing was written to the drive"

@@ -31,10 +31,6 @@ import tiered
 from tiered.errors import TieredError
 
 
-def train_on(session: Session, seeds: range) -> list[tuple[float, float]]:
-    return [session.train(seed) for seed in seeds]
-
-
 def outcome(session: Session) -> list[Any]:
     return [session.weights(), session.moments()]
 
@@ -63,7 +59,7 @@ def test_the_optimizer_is_a_torch_optimizer_with_torchs_defaults(swap: Path) -> 
 )
 def test_every_setting_means_what_it_means_in_torch(settings: dict[str, Any], placement: Placement, swap: Path) -> None:
     def scenario(session: Session) -> Any:
-        return [train_on(session, range(4)), outcome(session)]
+        return [session.train_on(range(4)), outcome(session)]
 
     agree(scenario, GPT, placement, swap, **settings)
 
@@ -82,7 +78,7 @@ def by_decay(model: nn.Module) -> list[dict[str, Any]]:
 
 def test_each_group_uses_its_own_settings(placement: Placement, swap: Path) -> None:
     def scenario(session: Session) -> Any:
-        seen = train_on(session, range(4))
+        seen = session.train_on(range(4))
         groups = session.optimizer.param_groups
         return [seen, [(len(g["params"]), g["lr"], g["weight_decay"], g["betas"]) for g in groups], outcome(session)]
 
@@ -146,7 +142,7 @@ def test_a_group_added_during_training_is_trained(placement: Placement, swap: Pa
     def scenario(session: Session) -> Any:
         session.train(0)
         session.optimizer.add_param_group({"params": list(session.model.blocks.parameters()), "lr": 5e-3})
-        return [train_on(session, range(1, 4)), outcome(session)]
+        return [session.train_on(range(1, 4)), outcome(session)]
 
     agree(scenario, GPT, placement, swap, groups=lambda model: model.embed.parameters())
 
@@ -160,7 +156,7 @@ def test_parameters_left_out_of_the_optimizer_never_change_and_count_in_no_norm(
         session.optimizer.step()
         norm = session.optimizer.grad_norm
         session.model.zero_grad()
-        return [unowned, norm, train_on(session, range(1, 3)), outcome(session)]
+        return [unowned, norm, session.train_on(range(1, 3)), outcome(session)]
 
     agree(scenario, GPT, placement, swap, groups=lambda model: model.blocks.parameters(), max_grad_norm=0.05)
 
@@ -170,14 +166,14 @@ def test_weights_frozen_before_sharding_stay_and_the_rest_trains(
     names: tuple[str, ...], placement: Placement, swap: Path
 ) -> None:
     def scenario(session: Session) -> Any:
-        return [train_on(session, range(3)), outcome(session)]
+        return [session.train_on(range(3)), outcome(session)]
 
     agree(scenario, GPT, placement, swap, prepare=frozen(*names), max_grad_norm=0.5)
 
 
 def test_an_optimizer_over_the_trainable_parameters_only_trains_an_adapter(placement: Placement, swap: Path) -> None:
     def scenario(session: Session) -> Any:
-        return [train_on(session, range(3)), outcome(session)]
+        return [session.train_on(range(3)), outcome(session)]
 
     agree(scenario, ADAPTED, placement, swap, groups=lambda m: [p for p in m.parameters() if p.requires_grad])
 
@@ -191,16 +187,16 @@ def test_freezing_and_unfreezing_between_steps_takes_effect_at_once(placement: P
         session.model.embed.weight.requires_grad = False
         seen += [session.train(2), session.weights()]
         session.model.requires_grad_(True)
-        return [seen, train_on(session, range(3, 5)), outcome(session)]
+        return [seen, session.train_on(range(3, 5)), outcome(session)]
 
     agree(scenario, GPT, placement, swap, max_grad_norm=0.5)
 
 
 def test_weights_frozen_from_the_start_train_once_unfrozen(placement: Placement, swap: Path) -> None:
     def scenario(session: Session) -> Any:
-        seen = [train_on(session, range(2)), sorted(session.moments())]
+        seen = [session.train_on(range(2)), sorted(session.moments())]
         session.model.requires_grad_(True)
-        return [seen, train_on(session, range(2, 5)), outcome(session)]
+        return [seen, session.train_on(range(2, 5)), outcome(session)]
 
     agree(scenario, GPT, placement, swap, prepare=frozen("blocks", "norm"))
 
@@ -252,7 +248,7 @@ def test_two_optimizers_share_one_model(placement: Placement, swap: Path) -> Non
 
 def test_a_generator_and_named_pairs_are_taken_as_torch_takes_them(placement: Placement, swap: Path) -> None:
     def scenario(session: Session) -> Any:
-        return [train_on(session, range(2)), outcome(session)]
+        return [session.train_on(range(2)), outcome(session)]
 
     agree(scenario, MOE, placement, swap, groups=lambda model: model.named_parameters())
     agree(scenario, MOE, placement, swap, groups=lambda model: (p for p in model.parameters()))
@@ -286,7 +282,7 @@ def test_groups_with_one_parameter_twice_are_refused_as_torch_refuses(swap: Path
 def test_one_tied_parameter_gets_one_update(placement: Placement, swap: Path) -> None:
     def scenario(session: Session) -> Any:
         assert sum(p is session.model.embed.weight for g in session.optimizer.param_groups for p in g["params"]) == 1
-        return [train_on(session, range(3)), outcome(session)]
+        return [session.train_on(range(3)), outcome(session)]
 
     agree(scenario, GPT, placement, swap)
 
@@ -295,7 +291,7 @@ def test_a_parameter_larger_than_any_other_by_far_trains_within_its_budget(swap:
     """One table holds nearly all bytes, so the cut into groups cannot even out what moves."""
 
     def scenario(session: Session) -> Any:
-        return [train_on(session, range(3)), outcome(session)]
+        return [session.train_on(range(3)), outcome(session)]
 
     agree(scenario, Case("table", big_table, token_batch), EMULATED, swap, max_grad_norm=0.5)
 
@@ -308,7 +304,7 @@ def big_table() -> nn.Module:
 
 def test_hundreds_of_tiny_parameters_train_as_in_torch(swap: Path) -> None:
     def scenario(session: Session) -> Any:
-        return [train_on(session, range(3)), outcome(session)]
+        return [session.train_on(range(3)), outcome(session)]
 
     agree(scenario, Case("scalars", Scalars, lambda seed: (torch.tensor(float(seed + 1)),)), EMULATED, swap)
 

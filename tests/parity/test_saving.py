@@ -34,17 +34,15 @@ import tiered
 from tiered.errors import TieredError
 
 
-def train_on(session: Session, seeds: range) -> list[tuple[float, float]]:
-    return [session.train(seed) for seed in seeds]
-
-
 def build_plain(case: Case, seed: int = 123) -> nn.Module:
     torch.manual_seed(seed)
     return case.build()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_state_dict_is_torchs_in_names_order_shapes_and_values(case: Case, placement: Placement, swap: Path) -> None:
+def test_the_state_dict_is_torchs_in_names_order_shapes_and_values(
+    case: Case, placement: Placement, swap: Path
+) -> None:
     def scenario(session: Session) -> Any:
         first = session.model.state_dict()
         assert isinstance(first, OrderedDict)
@@ -95,7 +93,7 @@ def test_the_state_dict_of_a_child_is_real(placement: Placement, swap: Path) -> 
 @pytest.mark.parametrize("case", [GPT, CONV, ODD, ADAPTED], ids=lambda case: case.name)
 def test_torch_save_of_the_state_dict_loads_into_a_plain_model(case: Case, placement: Placement, swap: Path) -> None:
     with tiered_session(case, placement, swap) as session:
-        train_on(session, range(2))
+        session.train_on(range(2))
         file = io.BytesIO()
         torch.save(session.model.state_dict(), file)
         file.seek(0)
@@ -107,7 +105,7 @@ def test_torch_save_of_the_state_dict_loads_into_a_plain_model(case: Case, place
 
 def test_safetensors_files_hold_every_weight_and_keep_the_tie(placement: Placement, swap: Path, tmp_path: Path) -> None:
     with tiered_session(GPT, placement, swap) as session:
-        train_on(session, range(2))
+        session.train_on(range(2))
         want = session.weights()
         save_file({k: v.clone() for k, v in session.model.state_dict().items()}, str(tmp_path / "all.safetensors"))
         save_model(session.model, str(tmp_path / "model.safetensors"))
@@ -121,7 +119,7 @@ def test_named_parameters_saved_one_by_one_are_real(placement: Placement, swap: 
     """As adapter libraries do: the trainable parameters only, straight from the parameter objects."""
 
     def scenario(session: Session) -> Any:
-        train_on(session, range(2))
+        session.train_on(range(2))
         chosen = {n: p for n, p in session.model.named_parameters() if p.requires_grad}
         file = io.BytesIO()
         torch.save({name: p.detach().cpu().clone() for name, p in chosen.items()}, file)
@@ -156,7 +154,7 @@ def test_a_plain_checkpoint_loads_at_any_moment_and_the_next_step_keeps_it(
             seen.append(session.weights())
         session.optimizer.step()
         session.optimizer.zero_grad()
-        return [seen, session.weights(), train_on(session, range(2, 4)), session.weights()]
+        return [seen, session.weights(), session.train_on(range(2, 4)), session.weights()]
 
     agree(scenario, case, placement, swap, prepare=load if when == "before sharding" else None)
 
@@ -218,7 +216,7 @@ OPTIONS = {"lr", "betas", "eps", "weight_decay", "maximize", "params"}
 def test_the_optimizers_state_dict_has_torchs_layout(case: Case, placement: Placement, swap: Path) -> None:
     def scenario(session: Session) -> Any:
         empty = session.optimizer.state_dict()["state"]
-        train_on(session, range(3))
+        session.train_on(range(3))
         saved = session.optimizer.state_dict()
         groups = [{key: value for key, value in g.items() if key in OPTIONS} for g in saved["param_groups"]]
         shapes = {index: sorted(entry) for index, entry in saved["state"].items()}
@@ -236,48 +234,50 @@ def resumed_plainly(case: Case, weights: Any, state: Any) -> list[Any]:
     optimizer = PlainAdamW(model.parameters(), **{**ADAM, "lr": 0.5})
     optimizer.load_state_dict(state)
     session = Session(case, model, optimizer, None)
-    return [train_on(session, range(3, 6)), session.weights(), session.moments()]
+    return [session.train_on(range(3, 6)), session.weights(), session.moments()]
 
 
 @pytest.mark.parametrize("case", [GPT, MOE, ODD], ids=lambda case: case.name)
 def test_torchs_adamw_resumes_from_the_saved_optimizer(case: Case, placement: Placement, swap: Path) -> None:
     with tiered_session(case, placement, swap) as session:
-        train_on(session, range(3))
+        session.train_on(range(3))
         file = io.BytesIO()
         torch.save({"weights": session.model.state_dict(), "state": session.optimizer.state_dict()}, file)
         file.seek(0)
         saved = torch.load(file, weights_only=True)
-        want = [train_on(session, range(3, 6)), session.weights(), session.moments()]
+        want = [session.train_on(range(3, 6)), session.weights(), session.moments()]
     same(resumed_plainly(case, saved["weights"], saved["state"]), want, exact=False)
 
 
 @pytest.mark.parametrize("case", [GPT, MOE, ODD], ids=lambda case: case.name)
 def test_training_resumes_from_a_checkpoint_of_plain_torch(case: Case, placement: Placement, swap: Path) -> None:
     with plain_session(case) as session:
-        train_on(session, range(3))
+        session.train_on(range(3))
         weights, state = session.weights(), copied(session.optimizer.state_dict())
-        want = [train_on(session, range(3, 6)), session.weights(), session.moments()]
+        want = [session.train_on(range(3, 6)), session.weights(), session.moments()]
     with tiered_session(case, placement, swap, lr=0.5) as session:
         session.train(77)  # whatever was there before a load is gone after it
         session.model.load_state_dict(weights)
         session.optimizer.load_state_dict(state)
-        got = [train_on(session, range(3, 6)), session.weights(), session.moments()]
+        got = [session.train_on(range(3, 6)), session.weights(), session.moments()]
     same(got, want, exact=False)
 
 
 @pytest.mark.parametrize("first", [HOST, NVME, EMULATED], ids=lambda place: place.name)
-def test_a_run_split_over_two_sessions_is_bit_equal_to_one_run(first: Placement, placement: Placement, swap: Path) -> None:
+def test_a_run_split_over_two_sessions_is_bit_equal_to_one_run(
+    first: Placement, placement: Placement, swap: Path
+) -> None:
     """Saved from one placement, resumed in another, by the state dicts alone."""
     with tiered_session(MOE, HOST, swap, max_grad_norm=0.5) as session:
-        train_on(session, range(6))
+        session.train_on(range(6))
         want = [session.weights(), session.moments()]
     with tiered_session(MOE, first, swap, max_grad_norm=0.5) as session:
-        train_on(session, range(3))
+        session.train_on(range(3))
         weights, state = session.weights(), copied(session.optimizer.state_dict())
     with tiered_session(MOE, placement, swap, max_grad_norm=0.5) as session:
         session.model.load_state_dict(weights)
         session.optimizer.load_state_dict(state)
-        train_on(session, range(3, 6))
+        session.train_on(range(3, 6))
         same([session.weights(), session.moments()], want, exact=True)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import GPT, Gpt
-from parity.harness import ADAM, HOST, NVME, Placement, budgets, config_for, copied, same, tiered_session
+from parity.harness import ADAM, HOST, NVME, Placement, budgets, config_for, copied, refused, same, tiered_session
 from torch import nn
 
 import tiered
@@ -90,9 +90,7 @@ def test_host_tiers_larger_than_the_host_budget_are_refused_at_sharding(swap: Pa
     model = Gpt()
     weights = copied(model.state_dict())
     _, enough = budgets(GPT.build, NVME)
-    config = tiered.Config(
-        device="cpu", host_budget=enough // 2, nvme=swap, param_tier="host", optimizer_tier="host"
-    )
+    config = tiered.Config(device="cpu", host_budget=enough // 2, nvme=swap, param_tier="host", optimizer_tier="host")
     with pytest.raises((ConfigError, BudgetError), match="host_budget"):
         tiered.shard(model, config)
     untouched(model, weights, swap)
@@ -158,7 +156,7 @@ def test_moves_that_move_nothing_are_allowed_or_refused_by_name(placement: Place
             try:
                 assert call(session.model) is session.model
             except TieredError as refusal:
-                assert len(str(refusal)) > 20
+                refused(refusal)
             session.train(0)
 
 
@@ -203,13 +201,18 @@ def test_a_closed_model_trains_on_in_plain_torch_and_can_be_sharded_again(placem
 
 def test_leaving_the_scope_by_an_error_closes_the_model(placement: Placement, swap: Path) -> None:
     model = Gpt()
-    with pytest.raises(ZeroDivisionError), tiered.shard(model, config_for(GPT.build, placement, swap)):
-        loss = model(*GPT.make_batch(0))
-        raise ZeroDivisionError
+
+    def body() -> None:
+        with tiered.shard(model, config_for(GPT.build, placement, swap)):
+            model(*GPT.make_batch(0))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        body()
     assert not list(swap.iterdir())
     assert type(model) is Gpt
     assert all(p.untyped_storage().nbytes() >= p.nbytes for p in model.parameters())
-    assert loss.isfinite()
+    assert model(*GPT.make_batch(0)).isfinite()
 
 
 def test_storage_errors_are_os_errors_and_budget_errors_memory_errors() -> None:
@@ -227,7 +230,7 @@ def test_gradients_from_before_sharding_are_kept_or_refused_by_name(placement: P
     try:
         tiered.shard(model, config_for(GPT.build, placement, swap))
     except TieredError as refusal:
-        assert "grad" in str(refusal)
+        refused(refusal, "grad")
     else:
         same({name: copied(p.grad) for name, p in model.named_parameters()}, want, exact=True)
     tiered.close(model)
@@ -242,8 +245,7 @@ def test_a_trainable_parameter_of_an_unsupported_dtype_is_right_or_refused_by_na
     try:
         tiered.shard(model, tiered.Config(device="cpu", nvme=swap))
     except TieredError as refusal:
-        assert "odd_one" in str(refusal)
-        assert str(dtype) in str(refusal)
+        refused(refusal, "odd_one", str(dtype))
     else:
         assert torch.equal(model.odd_one.detach().clone(), torch.ones(3, dtype=dtype))
     tiered.close(model)
@@ -254,7 +256,7 @@ def test_a_model_without_parameters_is_served_or_refused_by_name(swap: Path) -> 
     try:
         tiered.shard(model, tiered.Config(device="cpu", nvme=swap))
     except TieredError as refusal:
-        assert "parameter" in str(refusal)
+        refused(refusal, "parameter")
     else:
         assert torch.equal(model(torch.ones(2)), torch.ones(2))
     tiered.close(model)

@@ -4,6 +4,8 @@ Owns the reference arithmetic and the verdict. With 16-bit weights it keeps an f
 does. Nothing here uses the runtime.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
@@ -37,7 +39,7 @@ class PlainLearner:
     def backward(self, tokens: Tensor, targets: Tensor, share: float) -> float:
         """Forward and backward of `share` times the loss; returns the whole loss."""
         loss: Tensor = self._model(tokens.to(self._device), targets.to(self._device))
-        (loss * share).backward()
+        (loss * share).backward()  # type: ignore[no-untyped-call]
         return loss.item()
 
     def step(self) -> None:
@@ -69,7 +71,7 @@ def train_plain(order: Order, corpus: Corpus, device: torch.device, stop: StopSi
     return losses
 
 
-def largest_difference(ours: list[float], plain: list[float]) -> float:
+def largest_difference(ours: Sequence[float], plain: Sequence[float]) -> float:
     """Largest absolute difference of two runs' losses over the steps both made, in nats; NaN if any loss is NaN."""
     gaps = torch.tensor([abs(a - b) for a, b in zip(ours, plain, strict=False)], dtype=torch.float64)
     return gaps.max().item() if gaps.numel() else 0.0

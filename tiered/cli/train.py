@@ -84,7 +84,7 @@ class TieredLearner:
         """Forward and backward of `share` times the loss; returns the whole loss."""
         loss: Tensor = self._model(tokens.to(self.device), targets.to(self.device))
         scaled = self._optimizer.scale_loss(loss * share) if self._scaled else loss * share
-        scaled.backward()
+        scaled.backward()  # type: ignore[no-untyped-call]
         return loss.item()
 
     def step(self) -> None:

@@ -36,7 +36,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tiered.errors import SwapDirectoryError, SwapFullError
+from tiered.errors import SwapDirectoryError, SwapFullError, TieredError
 
 _LOGGER = logging.getLogger("tiered")
 _NAME = re.compile(r"tiered-[0-9a-f]{16}-r[0-9]+")
@@ -109,8 +109,10 @@ def claim(path: str | os.PathLike[str], rank: int = 0) -> ClaimedDirectory:
             if locked:
                 _reclaim(parent_fd, absolute)
             return _make(parent_fd, absolute, f"tiered-{secrets.token_hex(8)}-r{rank}")
-    except BaseException:
+    except BaseException as error:
         os.close(parent_fd)
+        if isinstance(error, OSError) and not isinstance(error, TieredError):
+            raise _refusal(absolute, "a directory for this run cannot be made in it", error) from error
         raise
 
 
@@ -190,7 +192,7 @@ def _make(parent_fd: int, parent: str, name: str) -> ClaimedDirectory:
         with contextlib.suppress(OSError):  # no flock here: then nobody reclaims here either (invariant 4)
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(lock_fd, json.dumps(_own_identity()).encode())
-    except OSError as error:
+    except OSError:
         if directory_fd >= 0:
             _remove(parent_fd, name, directory_fd)
         else:
@@ -199,7 +201,7 @@ def _make(parent_fd: int, parent: str, name: str) -> ClaimedDirectory:
         for descriptor in (directory_fd, lock_fd):
             if descriptor >= 0:
                 os.close(descriptor)
-        raise _refusal(parent, "a directory for this run cannot be made in it", error) from error
+        raise
     return ClaimedDirectory(path, parent_fd, directory_fd, lock_fd)
 
 
@@ -207,6 +209,8 @@ def _refusal(path: str, what: str, error: OSError) -> SwapDirectoryError | SwapF
     reason = os.strerror(error.errno) if error.errno else str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return SwapFullError(error.errno, f"{what}: {reason}; free space there or give another directory", path)
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return SwapDirectoryError(error.errno, f"{what}: {reason}; raise the limit (ulimit -n) or close files", path)
     return SwapDirectoryError(error.errno, f"{what}: {reason}; give a writable directory on a local drive", path)
 
 
@@ -259,8 +263,13 @@ def _is_dead(directory_fd: int) -> bool:
 def _remove(parent_fd: int, name: str, directory_fd: int) -> None:
     """Removes the files of a directory, the lock last, then the directory; what cannot be removed is reported."""
     try:
-        for entry in sorted(os.listdir(directory_fd), key=lambda entry: entry == _LOCK):
-            os.unlink(entry, dir_fd=directory_fd)
+        entries = os.listdir(directory_fd)
+    except OSError:
+        entries = [_LOCK]  # listing takes a descriptor, and there may be none left while a claim is being undone
+    try:
+        for entry in sorted(entries, key=lambda entry: entry == _LOCK):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(entry, dir_fd=directory_fd)
         os.rmdir(name, dir_fd=parent_fd)
     except OSError as error:
         if error.errno != errno.ENOENT:

@@ -148,7 +148,9 @@ class Drive:
         """A descriptor that has carried one block each way, or -1."""
         try:
             descriptor = self._directory.reopen(_FILE_NAME, os.O_DIRECT)
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise  # says nothing about the drive
             return -1
         with mmap.mmap(-1, BLOCK) as block:  # anonymous pages are aligned to BLOCK
             try:

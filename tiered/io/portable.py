@@ -5,8 +5,8 @@ Same interface, same invariants (tiered/io/engine.py), same results; slower, as 
 1. One open file for each piece that may be in flight: a file has one position, so it serves one piece at a time.
 2. The event loop only hands out work. Reads, writes and checksums run on `threads` executor threads.
 3. Always buffered I/O. Checksums are zlib's CRC-32.
-4. Whatever goes wrong with a piece, it is counted as finished: a wait never hangs. That includes the end of the
-   interpreter, when executors refuse further work: what has not begun by then fails.
+4. Whatever goes wrong with a piece, it is counted as finished: a wait never hangs.
+5. The executor is our own, as the standard one refuses work once the interpreter is ending, before close() could run.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from concurrent.futures import Executor, Future
+from typing import ParamSpec, Protocol, TypeVar
 
 import aiofiles
 import numpy as np
@@ -45,6 +45,8 @@ _LOGGER = logging.getLogger("tiered")
 _notice_given = threading.Event()
 
 Callback = Callable[[], None]
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class _File(Protocol):
@@ -53,6 +55,45 @@ class _File(Protocol):
     async def seek(self, offset: int) -> int: ...
     async def write(self, data: memoryview) -> int: ...
     async def readinto(self, buffer: memoryview) -> int: ...
+
+
+class _Workers(Executor):
+    """Daemon threads that run what they are given, in order, until `shutdown`."""
+
+    def __init__(self, count: int) -> None:
+        self._work: queue.SimpleQueue[Callback | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        try:
+            for _ in range(count):
+                thread = threading.Thread(target=self._run, name="tiered-io-portable", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        future: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._work.put(run)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Ends the threads after what was submitted."""
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while (run := self._work.get()) is not None:
+            run()
 
 
 class _PortableSubmission:
@@ -79,10 +120,14 @@ class _PortableSubmission:
         return self._finished.wait(timeout)
 
     def failure(self) -> Failure | None:
+        if not self.done():
+            return None
         with self._lock:
-            return self._failure if self.done() else None
+            return self._failure
 
     def add_done_callback(self, fn: Callback) -> None:
+        if not self.done():
+            usable(self._engine.owner, closed=False)
         self._engine.completion.start()
         with self._lock:
             if not self.done():
@@ -121,7 +166,7 @@ class PortableEngine:
         self._descriptors: list[int] = []
         self._files: asyncio.Queue[_File] = asyncio.Queue()  # idle ones; this and the tasks belong to the loop's thread
         self._tasks: set[asyncio.Task[None]] = set()
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="tiered-io-portable")
+        self._executor = _Workers(threads)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tiered-io-portable-loop", daemon=True)
         self._thread.start()
@@ -132,6 +177,7 @@ class PortableEngine:
             raise
 
     def submit(self, write: bool, pieces: Sequence[Piece], records: Records) -> _PortableSubmission:
+        usable(self.owner, closed=False)  # before the lock, which a fork may have left locked
         submission = _PortableSubmission(self, pieces, records)
         with self._lock:
             usable(self.owner, self._closed)
@@ -140,6 +186,8 @@ class PortableEngine:
         return submission
 
     def counters(self) -> Counters:
+        if os.getpid() != self.owner:
+            return Counters(0, 0, 0.0)
         with self._lock:
             return Counters(self._tally.read, self._tally.written, self._tally.busy_seconds)
 
@@ -189,29 +237,19 @@ class PortableEngine:
         file = await self._files.get()
         with self._lock:
             self._tally.begin()
-        moved, failure = 0, None
+        blank = record["state"] == PieceState.BLANK  # read as zeros, without I/O
+        failure: Failure | None = Failure("system", errno.EIO, index)  # should anything but OSError come up
         try:
-            if write:
-                fault = await self._write(file, piece, record)
-                record["state"] = PieceState.INVALID if fault else PieceState.VALID
-                moved = piece.nbytes
-            elif record["state"] == PieceState.BLANK:
-                ctypes.memset(piece.address, 0, piece.nbytes)
-                fault = None
-            else:
-                fault = await self._read(file, piece, record)
-                moved = piece.nbytes
+            fault = await (self._write if write else self._read)(file, piece, record)
             failure = None if fault is None else Failure(fault, 0, index)
         except OSError as error:
             failure = Failure("system", error.errno or errno.EIO, index)
-        except RuntimeError:
-            failure = Failure("system", errno.ECANCELED, index)  # the executor refuses: the interpreter is going
         finally:
-            if failure is not None and write:
-                record["state"] = PieceState.INVALID
+            if write:
+                record["state"] = PieceState.INVALID if failure else PieceState.VALID
             self._files.put_nowait(file)
             with self._lock:
-                self._tally.end(write, 0 if failure else moved)
+                self._tally.end(write, 0 if failure or blank else piece.nbytes)
             for fn in submission.finish(failure):
                 self._completed.put(fn)
 
@@ -224,6 +262,9 @@ class PortableEngine:
         return None
 
     async def _read(self, file: _File, piece: Piece, record: np.void) -> str | None:
+        if record["state"] == PieceState.BLANK:
+            ctypes.memset(piece.address, 0, piece.nbytes)
+            return None
         if record["state"] != PieceState.VALID:
             return "invalid"
         view = rest = _view(piece)

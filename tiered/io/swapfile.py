@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tiered.errors import ConfigError, StorageError, UsageError
+from tiered.errors import ConfigError, StorageError, TieredError, UsageError
 from tiered.io.directory import ClaimedDirectory, check, claim
 from tiered.io.drive import BLOCK, Drive
 from tiered.io.engine import RECORD, Engine, Mode, Piece, PieceState, chosen_mode, open_engine, usable
@@ -68,13 +68,15 @@ class _Resources:
     def open(self, path: str | os.PathLike[str], rank: int, threads: int, piece_bytes: int) -> None:
         """Claims a directory and opens a drive and an engine in it."""
         self.claims.append(claim(path, rank))
-        self.drives.append(Drive(self.claims[-1], direct=chosen_mode() == "native"))
         try:
+            self.drives.append(Drive(self.claims[-1], direct=chosen_mode() == "native"))
             self.engines.append(open_engine(self.drives[-1], threads=threads, piece_bytes=piece_bytes))
+        except TieredError:
+            raise
         except (OSError, RuntimeError) as error:
             number = getattr(error, "errno", None) or errno.EAGAIN
-            what = f"{threads} I/O threads with their files cannot be had: {error}; give fewer threads"
-            raise StorageError(number, what, self.drives[-1].path) from error
+            what = f"{threads} I/O threads with their files cannot be had: {error}; give fewer, or raise the limits"
+            raise StorageError(number, what, self.claims[-1].path) from error
 
     def in_callback(self) -> bool:
         """Whether the caller is a completion callback."""

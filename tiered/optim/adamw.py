@@ -99,9 +99,7 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        model = self.model
-        if model.closed:
-            raise UsageError("step() after tiered.close(model): the states are gone")
+        model = self._open_model("step()")
         model.drain()
         scale = self._scaler.scale if self._scaler is not None else 1.0
         self.grad_norm = self._norm() / scale
@@ -121,6 +119,9 @@ class AdamW(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient, or set those there are to zero; as torch.optim.Optimizer.zero_grad."""
+        if self.model.closed:
+            super().zero_grad(set_to_none)
+            return
         for home in self._homes.values():
             if set_to_none:
                 home.set_grad(None)
@@ -130,12 +131,14 @@ class AdamW(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """torch.optim.AdamW's state dict: full fp32 moments and the step of every parameter that has been updated."""
+        self._open_model("state_dict()")
         packed = super().state_dict()
         packed["state"] = export_state(self.param_groups, self._homes, self._steps)
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take torch.optim.AdamW's state dict. Raises UsageError, before anything changes, where a shape differs."""
+        self._open_model("load_state_dict()")
         steps = import_state(self.param_groups, self._homes, state_dict)
         super().load_state_dict({**state_dict, "state": {}})
         self._steps = steps
@@ -159,6 +162,11 @@ class AdamW(torch.optim.Optimizer):
         return self._model
 
     # --- inside ---
+
+    def _open_model(self, call: str) -> ShardedModel:
+        if self.model.closed:
+            raise UsageError(f"{call} after tiered.close(model): gradients and optimizer states are gone")
+        return self.model
 
     def _norm(self) -> float:
         """Global L2 norm of the gradients as they are; inf or nan if any is."""

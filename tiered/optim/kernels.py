@@ -21,6 +21,7 @@ autograd (kernels write through raw addresses: no graph is recorded and no versi
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -139,8 +140,9 @@ def accumulate(dst: Tensor, src: Tensor, *, add: bool) -> float:
     _check_tensor("src", src, _DTYPE_CODES)
     if dst.numel() != src.numel():
         raise UsageError(f"accumulate: src has {src.numel()} elements, expected {dst.numel()} as in dst")
-    same = dst.data_ptr() == src.data_ptr() and dst.dtype == src.dtype
-    if not same and _overlap(dst, src):
+    (start, end, _), (src_start, src_end, _) = _span("dst", dst), _span("src", src)
+    same = start == src_start and dst.dtype == src.dtype
+    if not same and src_start < end and start < src_end:
         raise UsageError("accumulate: dst and src overlap in memory; pass separate tensors (or the same one twice)")
     return _backend.accumulate(dst, src, add)
 
@@ -174,7 +176,7 @@ def set_threads(count: int | None) -> None:
 # --- checks; each raises before anything is written ---
 
 
-def _check_tensor(name: str, t: Tensor, dtypes: dict[torch.dtype, int]) -> None:
+def _check_tensor(name: str, t: Tensor | None, dtypes: dict[torch.dtype, int]) -> Tensor:
     if not isinstance(t, Tensor):
         raise UsageError(f"{name}: got {type(t).__name__}, expected a torch.Tensor")
     if t.device.type != "cpu" or t.layout != torch.strided:
@@ -188,30 +190,35 @@ def _check_tensor(name: str, t: Tensor, dtypes: dict[torch.dtype, int]) -> None:
             "pass t.view(-1) of a contiguous tensor"
         )
     end = (t.storage_offset() + t.numel()) * t.element_size()
-    if t.numel() and t.untyped_storage().nbytes() < end:
+    held = t.untyped_storage().nbytes()
+    if held < end and t.numel():
         raise UsageError(
-            f"{name}: its storage holds {t.untyped_storage().nbytes()} bytes, expected at least {end}; "
-            "the tensor is away, fetch it before use"
+            f"{name}: its storage holds {held} bytes, expected at least {end}; the tensor is away, fetch it before use"
         )
+    return t
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    a_start, b_start = a.data_ptr(), b.data_ptr()
-    return a_start < b_start + b.numel() * b.element_size() and b_start < a_start + a.numel() * a.element_size()
+def _span(name: str, t: Tensor) -> tuple[int, int, str]:
+    """(first byte, end, name) of t's memory."""
+    address = t.data_ptr()
+    return address, address + t.numel() * t.element_size(), name
 
 
 def _check_state(state: _State) -> None:
     fp32 = {torch.float32: 0}
-    tensors = [(name, t) for name, t in state._asdict().items() if t is not None]
-    for name, t in tensors:
-        _check_tensor(name, t, _DTYPE_CODES if name in ("grad", "param_out") else fp32)
-    numel = state.master.numel()
-    for position, (name, t) in enumerate(tensors):
+    numel = _check_tensor("master", state.master, fp32).numel()
+    spans = [_span("master", state.master)]
+    for name, given in zip(_State._fields[1:], state[1:], strict=True):
+        if given is None and name == "param_out":
+            continue
+        t = _check_tensor(name, given, _DTYPE_CODES if name in ("grad", "param_out") else fp32)
         if t.numel() != numel:
             raise UsageError(f"{name}: got {t.numel()} elements, expected {numel} as in master")
-        for other_name, other in tensors[:position]:
-            if _overlap(t, other):
-                raise UsageError(f"{name} and {other_name} overlap in memory, expected separate tensors")
+        spans.append(_span(name, t))
+    spans.sort()
+    for (_, end, name), (start, _, other) in itertools.pairwise(spans):
+        if start < end:
+            raise UsageError(f"{name} and {other} overlap in memory, expected separate tensors")
 
 
 def _updates(segments: Sequence[Segment], numel: int, grad_scale: float) -> list[_Update]:
@@ -265,6 +272,10 @@ class _NativeKernels:
     is_native = True
 
     def __init__(self, extension: ModuleType) -> None:
+        try:
+            extension.isa()
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         self._extension = extension
 
     def adamw(self, updates: Sequence[_Update], state: _State) -> None:
@@ -291,7 +302,7 @@ class _PortableKernels:
     """torch elementwise operations, one rounding each, on cache-sized pieces.
 
     numpy takes the square root (torch's is MKL's, off by an ulp for 0.6% of inputs) and sums the lanes (its reduction
-    over the outer axis adds row by row, as invariant 2 asks).
+    over the outer axis adds row by row, as invariant 2 asks). torch.set_flush_denormal reaches this backend.
     """
 
     is_native = False
@@ -365,9 +376,7 @@ def _choose_backend() -> _Backend:
         return _PortableKernels()
     try:
         extension = importlib.import_module("tiered._native")
-    except ModuleNotFoundError:
-        return _PortableKernels()
-    if not hasattr(extension, "adamw"):
+    except ModuleNotFoundError:  # any other failure to import is a broken build, and is shown
         return _PortableKernels()
     return _NativeKernels(extension)
 

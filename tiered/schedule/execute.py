@@ -2,7 +2,6 @@
 
     use(page)   present on return, pinned until `unuse`: this alone is enough for correct results
     touch(page) present on return, not pinned: for a use that is over at once
-    drop_all    every page goes (their contents are about to change elsewhere)
 
 Invariants:
 1. Fetching ahead and keeping are hints; whatever they do, `use` makes the page present or raises.
@@ -13,9 +12,10 @@ Leaves to whom: what fetching means is the page's own business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from tiered.errors import BudgetError
 from tiered.schedule import plan
 from tiered.schedule.trace import Phase, Trace, Use
 from tiered.stats import Meter
@@ -49,10 +49,14 @@ class Page(Protocol):
 class Executor:
     """Runs the plan for one model's pages."""
 
-    def __init__(self, pages: Sequence[Page], capacity: int, meter: Meter, *, ahead: bool) -> None:
+    def __init__(
+        self, pages: Sequence[Page], capacity: int, free: Callable[[], int], meter: Meter, *, ahead: bool
+    ) -> None:
+        """`capacity`: bytes for pages in all; `free`: bytes free now; `ahead`: fetch before use and keep after it."""
         self._pages = {page.index: page for page in pages if page.nbytes}
         self._sizes = {index: page.nbytes for index, page in self._pages.items()}
         self._capacity = capacity
+        self._free = free
         self._meter = meter
         self._ahead = ahead
         self._trace = Trace()
@@ -80,19 +84,6 @@ class Executor:
             if not self._ahead:
                 self._evict(i for i in list(self._recent) if i != page.index)
 
-    def drop_all(self) -> None:
-        """Let every page go that may."""
-        self._current = -1
-        for index, page in self._pages.items():
-            if page.evictable:
-                self._drop(index)
-
-    def settle(self) -> None:
-        """Wait for every page on its way; failures surface when the page is used."""
-        for page in self._pages.values():
-            if page.present:
-                page.wait()
-
     # --- inside ---
 
     def _observe(self, page: Page, phase: Phase) -> None:
@@ -103,9 +94,6 @@ class Executor:
 
     def _upcoming(self) -> list[int]:
         return plan.window((use.page for use in self._trace.predict()), self._sizes, self._capacity)
-
-    def _free(self) -> int:
-        return self._capacity - sum(self._sizes[i] for i, page in self._pages.items() if page.present)
 
     def _evictable(self) -> list[int]:
         return [i for i in self._recent if self._pages[i].evictable]
@@ -126,7 +114,10 @@ class Executor:
     def _run(self, actions: plan.Plan) -> None:
         self._evict(actions.evict)
         for index in actions.fetch:
-            self._pages[index].begin_fetch()
+            try:
+                self._pages[index].begin_fetch()
+            except BudgetError:  # no staging to spare: fetching ahead is a hint, so leave it
+                return
             self._recent[index] = None
 
     def _evict(self, indices: Iterable[int]) -> None:

@@ -131,7 +131,7 @@ class TieredStore:
             return Finished()
         self._settle(block)
         self._meter.count("nvme", read=nbytes)
-        return self._watched(block, self._drives().read(_extent(block), memory.address + at, nbytes, offset))
+        return self._watched(block, memory, self._drives().read(_extent(block), memory.address + at, nbytes, offset))
 
     def write(self, block: Block, memory: Memory, *, at: int = 0, offset: int = 0, nbytes: int | None = None) -> Ticket:
         """Copy `nbytes` (default: to the block's end) of `memory` from byte `at` on into the block at `offset`."""
@@ -146,7 +146,7 @@ class TieredStore:
             return Finished()
         self._settle(block)
         self._meter.count("nvme", written=nbytes)
-        return self._watched(block, self._drives().write(_extent(block), memory.address + at, nbytes, offset))
+        return self._watched(block, memory, self._drives().write(_extent(block), memory.address + at, nbytes, offset))
 
     def load(self, block: Block, out: torch.Tensor, offset: int) -> None:
         """Fill `out` (1-D uint8, any size) with the block's bytes from `offset` on, through bounded staging."""
@@ -195,8 +195,10 @@ class TieredStore:
         return Memory(nbytes, committed=True)
 
     def unstage(self, memory: Memory) -> None:
-        """Give back staging memory; no transfer may still use it."""
-        memory.decommit()
+        """Give back staging memory; no transfer may still use it. A view held elsewhere (a collective's worker lets
+        go a moment late) keeps the pages until it goes."""
+        if not memory.exported():
+            memory.decommit()
         self.host.refund(page_ceil(memory.nbytes))
         self.staged -= 1
 
@@ -228,12 +230,15 @@ class TieredStore:
             return
         block.move(BlockState.FETCHING)
         self._meter.count("nvme", read=block.nbytes)
-        block.ticket = self._drives().read(extent, block.memory.address, block.nbytes)
+        block.ticket = self._watched(
+            block, block.memory, self._drives().read(extent, block.memory.address, block.nbytes)
+        )
 
     def _flush(self, block: Block) -> None:
         block.move(BlockState.FLUSHING)
         self._meter.count("nvme", written=block.nbytes)
-        block.ticket = self._drives().write(_extent(block), _memory(block).address, block.nbytes)
+        memory = _memory(block)
+        block.ticket = self._watched(block, memory, self._drives().write(_extent(block), memory.address, block.nbytes))
 
     def _settle(self, block: Block) -> None:
         """Wait until nothing of the block is in flight; raises its first failure."""
@@ -244,7 +249,7 @@ class TieredStore:
                 with self._meter.stalled("write-back" if flushing else "fetch"):
                     ticket.wait()
             except BaseException as error:
-                self._fail(block, error)
+                self._fail(block, error)  # the ticket's own note may come a moment later
                 raise
             block.dirty = block.dirty and not flushing
             block.move(BlockState.HOST)
@@ -284,8 +289,13 @@ class TieredStore:
             raise UsageError("no swap directory is set")
         return self._space
 
-    def _watched(self, block: Block, ticket: Ticket) -> Ticket:
+    def _watched(self, block: Block, memory: Memory, ticket: Ticket) -> Ticket:
+        """`ticket`, whose failure fails the block, and which keeps `memory` mapped until it is done."""
+        owner = memory.bytes
+
         def note() -> None:
+            nonlocal owner
+            del owner
             try:
                 ticket.wait(0)
             except BaseException as error:

@@ -119,20 +119,21 @@ def build(
                 nbytes = plan.sizes().shard[kind]
                 group.blocks[kind] = runtime.store.create(BlockKey(plan.index, kind), nbytes, placement.homes[plan.index, kind])
                 group.blocks[kind].next_use = plan.index
-    model = ShardedModel(module, config, runtime, groups)
-    model.grads = [GroupGrads(g, p.grad_dtype, accumulate) for g, p in zip(groups, group_plans, strict=True)]
-    names = {id(p): name for name, p in module.named_parameters()}
-    for group, plan in zip(groups, group_plans, strict=True):
-        dtypes = [p.dtype for p in group.params]
-        for kind in ("param", "master"):
-            if kind in group.blocks:
-                _fill(group, kind, plan.dtype if kind == "param" else torch.float32)
-        _take(model, group, dtypes, names)
-    _install(model, units)
-    for group in groups:
-        if group.index in placement.sticky and group.nbytes:
-            group.begin_fetch()
-            group.wait()
+    model = ShardedModel(module, config, runtime, groups, placement.reserve)
+    model.grads = [
+        GroupGrads(g, p.grad_dtype, accumulate, model.departures) for g, p in zip(groups, group_plans, strict=True)
+    ]
+    try:
+        _fill_and_take(model, group_plans)
+        _install(model, units)
+        for group in groups:
+            if group.index in placement.sticky and group.nbytes:
+                group.begin_fetch()
+                group.wait()
+    except BaseException:
+        with contextlib.suppress(Exception):  # what went wrong first is what the user must see
+            model.close(keep_weights=True)
+        raise
     return model
 
 
@@ -149,6 +150,16 @@ def _check(name: str, param: nn.Parameter) -> None:
         raise UsageError(f"parameter '{name}' is on {param.device}: build the model on the CPU; tiered moves it")
     if (param.is_floating_point() and param.dtype not in _DTYPES) or param.is_complex():
         raise UsageError(f"parameter '{name}' is {param.dtype}: use float32, bfloat16 or float16 (masters are fp32)")
+
+
+def _fill_and_take(model: ShardedModel, plans: Sequence[GroupPlan]) -> None:
+    names = {id(p): name for name, p in model.module.named_parameters()}
+    for group, plan in zip(model.groups, plans, strict=True):
+        dtypes = [p.dtype for p in group.params]
+        for kind in ("param", "master"):
+            if kind in group.blocks:
+                _fill(group, kind, plan.dtype if kind == "param" else torch.float32)
+        _take(model, group, dtypes, names)
 
 
 def _fill(group: ParamGroup, kind: str, dtype: torch.dtype) -> None:

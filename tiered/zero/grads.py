@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable
 
@@ -22,35 +23,78 @@ from tiered.device.ticket import Ticket
 from tiered.errors import UsageError
 from tiered.store.block import Block
 from tiered.zero.group import ParamGroup
+from tiered.zero.runtime import Runtime
 
 Accumulate = Callable[[torch.Tensor, torch.Tensor, bool], float]
 """(dst, src, add): dst = src or dst += src; returns the sum of squares of the result. 1-D, equal sizes."""
 Measure = Callable[[torch.Tensor], float]
 """The sum of squares of a 1-D tensor."""
 
-_MAX_LEAVING = 2  # gradients on their way from a device at once
+_MOST_DEPARTING = 2  # gradients on their way from a device at once
 
 
 @dataclasses.dataclass(slots=True)
-class _Leaving:
-    """A gradient on its way from the device: which parameter's, its copy, and what must live until it is done."""
+class _Departure:
+    """A gradient on its way from the device: whose it is, its copy, and what must live until that is done."""
 
+    grads: GroupGrads
     position: int
     ticket: Ticket
     staging: Memory
     grad: torch.Tensor
 
 
+class Departures:
+    """The gradients of one model that are on their way from the device, in order; a bounded number."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._queue: collections.deque[_Departure] = collections.deque()
+
+    def depart(self, grads: GroupGrads, position: int, flat: torch.Tensor) -> None:
+        """Start copying `flat` (1-D, on the device) to the host; it is added when it lands."""
+        while len(self._queue) >= _MOST_DEPARTING:
+            self._land()
+        runtime = self._runtime
+        staging = runtime.store.staging(flat.numel() * flat.element_size(), f"a gradient of group '{grads.group.name}'")
+        runtime.meter.count("device", read=staging.nbytes)
+        ticket = runtime.device.copy_out(staging.view(flat.dtype), flat)
+        self._queue.append(_Departure(grads, position, ticket, staging, flat))
+
+    def drain(self) -> None:
+        """Wait for every gradient on its way, and add it."""
+        while self._queue:
+            self._land()
+
+    def abandon(self) -> None:
+        """Wait for every gradient on its way, and forget it."""
+        while self._queue:
+            departure = self._queue.popleft()
+            departure.ticket.wait()
+            self._runtime.store.unstage(departure.staging)
+
+    def _land(self) -> None:
+        departure = self._queue.popleft()
+        with self._runtime.meter.stalled("gradient"):
+            departure.ticket.wait()
+        try:
+            departure.grads.add(departure.position, departure.staging.view(departure.grad.dtype))
+        finally:
+            self._runtime.store.unstage(departure.staging)
+
+
 class GroupGrads:
     """See the file's contract."""
 
-    def __init__(self, group: ParamGroup, dtype: torch.dtype, accumulate: Accumulate) -> None:
+    def __init__(
+        self, group: ParamGroup, dtype: torch.dtype, accumulate: Accumulate, departures: Departures
+    ) -> None:
         self.group = group
         self.dtype = dtype
         self.present = [False] * len(group.params)
         self.sums: list[float | None] = [None] * len(group.params)
         self._accumulate = accumulate
-        self._leaving: list[_Leaving] = []
+        self._departures = departures
         self._whole: Memory | None = None  # several ranks: this backward's full gradient, not reduced yet
         self._arrived = [False] * len(group.params)
 
@@ -70,27 +114,27 @@ class GroupGrads:
             raise UsageError(f"'{self.group.name}': sparse gradients are not supported: use sparse=False")
         flat = grad.detach().reshape(-1)
         if self.group.runtime.device.in_place or not flat.numel():
-            self._add(position, flat)
+            self.add(position, flat)
+        else:
+            self._departures.depart(self, position, flat)
+
+    def add(self, position: int, flat: torch.Tensor) -> None:
+        """Add a gradient that is in host memory (1-D)."""
+        slot, store = self.group.spec.slots[position], self.group.runtime.store
+        if self.group.runtime.ranks.size > 1:
+            target = self._whole_memory().view(self.dtype, slot.start, slot.stop)
+            self._accumulate(target, flat.contiguous(), self._arrived[position])
+            self._arrived[position] = True
             return
-        if len(self._leaving) >= _MAX_LEAVING:
-            self._land(self._leaving.pop(0))
-        runtime = self.group.runtime
-        staging = runtime.store.staging(flat.numel() * flat.element_size(), f"a gradient of group '{self.group.name}'")
-        runtime.meter.count("device", read=staging.nbytes)
-        ticket = runtime.device.copy_out(staging.view(flat.dtype), flat)
-        self._leaving.append(_Leaving(position, ticket, staging, flat))
+        memory = store.acquire(self.block, fresh=not any(self.present))
+        target = memory.view(self.dtype, slot.start, slot.stop)
+        self.sums[position] = self._accumulate(target, flat.contiguous(), self.present[position])
+        self.present[position] = True
+        store.release(self.block, dirty=True)
 
     def drain(self) -> None:
         """Wait for the gradients on their way, and add them."""
-        while self._leaving:
-            self._land(self._leaving.pop(0))
-
-    def abandon(self) -> None:
-        """Wait for the gradients on their way, and forget them."""
-        for leaving in self._leaving:
-            leaving.ticket.wait()
-            self.group.runtime.store.unstage(leaving.staging)
-        self._leaving.clear()
+        self._departures.drain()
 
     # --- several ranks ---
 
@@ -139,7 +183,7 @@ class GroupGrads:
         self.present[position] = False
         self.sums[position] = None
         if grad is not None:
-            self._add(position, grad.detach().to("cpu").reshape(-1))
+            self.add(position, grad.detach().to("cpu").reshape(-1))
         elif not any(self.present) and "grad" in self.group.blocks:
             self.group.runtime.store.discard(self.block)
 
@@ -161,27 +205,6 @@ class GroupGrads:
         return self.sums[position] or 0.0
 
     # --- inside ---
-
-    def _land(self, leaving: _Leaving) -> None:
-        with self.group.runtime.meter.stalled("gradient"):
-            leaving.ticket.wait()
-        try:
-            self._add(leaving.position, leaving.staging.view(leaving.grad.dtype))
-        finally:
-            self.group.runtime.store.unstage(leaving.staging)
-
-    def _add(self, position: int, flat: torch.Tensor) -> None:
-        slot, store = self.group.spec.slots[position], self.group.runtime.store
-        if self.group.runtime.ranks.size > 1:
-            target = self._whole_memory().view(self.dtype, slot.start, slot.stop)
-            self._accumulate(target, flat.contiguous(), self._arrived[position])
-            self._arrived[position] = True
-            return
-        memory = store.acquire(self.block, fresh=not any(self.present))
-        target = memory.view(self.dtype, slot.start, slot.stop)
-        self.sums[position] = self._accumulate(target, flat.contiguous(), self.present[position])
-        self.present[position] = True
-        store.release(self.block, dirty=True)
 
     def _whole_memory(self) -> Memory:
         if self._whole is None:

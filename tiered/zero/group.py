@@ -123,7 +123,9 @@ class ParamGroup:
 
     @property
     def evictable(self) -> bool:
-        return self.nbytes > 0 and self.present and not self._pins and not self.buffer.exported()
+        free = self.nbytes > 0 and self.present and not self._pins
+        # with several ranks all must agree, so a view decides only whether the memory goes, not whether the group does
+        return free and (self.runtime.ranks.size > 1 or not self.buffer.exported())
 
     def begin_fetch(self) -> None:
         """Charge the device budget and start gathering into the buffer."""

@@ -35,16 +35,21 @@ class Nursery:
         self._limit = limit
         self._resident: collections.OrderedDict[int, Parked] = collections.OrderedDict()
         self._bytes = 0
-        self._count = 0
+        self._parked = 0  # values on the drive, and
+        self._named = 0  # the number of the last block
+        self._watching = False
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, every parameter that a module registers is taken in."""
+        self._watching = True
         handle = register_module_parameter_registration_hook(lambda module, name, param: self._register(name, param))
         try:
             yield
         finally:
             handle.remove()  # type: ignore[no-untyped-call]
+            self._watching = False
+            self._close_if_empty()
 
     def used(self, parked: Parked) -> None:
         """`parked` is resident and was touched now; others go where that is too much."""
@@ -65,13 +70,24 @@ class Nursery:
 
     def block(self, nbytes: int) -> Block:
         """A new block on the drive."""
-        self._count += 1
-        return self._store.create(BlockKey(self._count, "initial value"), nbytes, Tier.NVME)
+        self._named += 1
+        self._parked += 1
+        return self._store.create(BlockKey(self._named, "initial value"), nbytes, Tier.NVME)
+
+    def remove(self, block: Block) -> None:
+        """Give a block up; the drive is given back with the last one."""
+        self._store.remove(block)
+        self._parked -= 1
+        self._close_if_empty()
 
     @property
     def store(self) -> TieredStore:
         """Where parked values go."""
         return self._store
+
+    def _close_if_empty(self) -> None:
+        if not self._parked and not self._watching:
+            self._store.close()
 
     def _register(self, name: str, param: nn.Parameter | None) -> None:
         if type(param) is nn.Parameter and param.device.type == "cpu" and param.layout is torch.strided:
@@ -120,7 +136,7 @@ class Parked:
         unguard(self._param)
         self._nursery.gone(self)
         if self._block is not None:
-            self._nursery.store.remove(self._block)
+            self._nursery.remove(self._block)
             self._block = None
 
     # --- what the guard asks ---

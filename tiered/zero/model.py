@@ -24,7 +24,7 @@ from tiered.schedule.trace import Phase
 from tiered.store.block import BlockKey
 from tiered.store.tier import Tier
 from tiered.zero import statedict
-from tiered.zero.grads import GroupGrads
+from tiered.zero.grads import Departures, GroupGrads
 from tiered.zero.group import ParamGroup
 from tiered.zero.guard import ATTRIBUTE, unguard
 from tiered.zero.home import ParamHome
@@ -38,19 +38,25 @@ STATE_KINDS = ("exp_avg", "exp_avg_sq")
 class ShardedModel:
     """See the file's contract."""
 
-    def __init__(self, module: nn.Module, config: Config, runtime: Runtime, groups: list[ParamGroup]) -> None:
+    def __init__(
+        self, module: nn.Module, config: Config, runtime: Runtime, groups: list[ParamGroup], reserve: int
+    ) -> None:
+        """`reserve`: bytes of the host budget that staging needs and that no state may take."""
         self.module = module
         self.config = config
         self.runtime = runtime
         self.groups = groups
+        self.departures = Departures(runtime)
         self.grads: list[GroupGrads] = []
         self.homes: list[ParamHome] = []
         self.units: list[Unit] = []
+        self.reserve = reserve
         self.closed = False
         self._class = type(module)
         self._reducing: int | None = None  # the backward whose end is being waited for
-        always = sum(g.buffer.nbytes for g in groups if not g.nbytes and g.blocks["param"].home is Tier.DEVICE)
-        self.executor = Executor(groups, runtime.budget.limit - always, runtime.meter, ahead=runtime.ranks.size == 1)
+        budget = runtime.budget  # what never moves is charged already
+        ahead = runtime.ranks.size == 1
+        self.executor = Executor(groups, budget.free, lambda: budget.free, runtime.meter, ahead=ahead)
         for group in groups:
             group.executor = self.executor
 
@@ -76,7 +82,8 @@ class ShardedModel:
         if all(kind in group.blocks for kind in ("grad", *STATE_KINDS)):
             return
         need = group.spec.shard_numel * (8 + self.grads[group.index].dtype.itemsize)
-        tier = Tier.HOST if need <= store.host.free // 2 or not self.config.directories else Tier.NVME
+        roomy = need <= store.host.free - self.reserve
+        tier = Tier.HOST if roomy or not self.config.directories else Tier.NVME
         self.create_states(group, dict.fromkeys(("grad", *STATE_KINDS), tier))
         if group.dtype != torch.float32 and "master" not in group.blocks:
             group.absorb()
@@ -87,8 +94,7 @@ class ShardedModel:
 
     def drain(self) -> None:
         """Wait for gradients on their way, and bring in what the user edited."""
-        for grads in self.grads:
-            grads.drain()
+        self.departures.drain()
         for group in self.groups:
             group.absorb()
 
@@ -166,8 +172,7 @@ class ShardedModel:
     def release(self) -> None:
         """Give back memory, files and threads."""
         self.closed = True
-        for grads in self.grads:
-            grads.abandon()
+        self.departures.abandon()
         for group in self.groups:
             group.disown()
         self.runtime.store.close()
@@ -212,8 +217,14 @@ class ShardedModule(nn.Module):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         model: ShardedModel | None = self.__dict__.get(MODEL_ATTRIBUTE)
-        if model is not None:
-            model.close(keep_weights=kind is None)
+        if model is None:
+            return
+        try:
+            model.close(keep_weights=True)
+        except BudgetError:
+            if kind is None:
+                raise
+            model.close(keep_weights=False)  # the error on its way out matters more
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         raise UsageError(

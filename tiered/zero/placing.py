@@ -37,11 +37,13 @@ class GroupSizes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """Homes by (group, kind), the groups that stay on the device, and the device budget in force."""
+    """Homes by (group, kind), the groups that stay on the device, the device budget in force, and the bytes of the host
+    budget that staging needs."""
 
     homes: dict[tuple[int, str], Tier]
     sticky: frozenset[int]
     device_limit: int
+    reserve: int
 
 
 def place_groups(
@@ -55,7 +57,8 @@ def place_groups(
     limit = config.device_budget if isinstance(config.device_budget, int) else None
     if not in_place:
         sticky, limit = _sticky(groups, paths, config, limit)
-        return Placement(_place_fastest(groups, config, 0, host_limit, in_place=False), sticky, limit)
+        homes = _place_fastest(groups, config, 0, host_limit, in_place=False)
+        return Placement(homes, sticky, limit, _reserve(groups, drives=True, in_place=False))
     if config.param_tier == "device":
         spare = sum(page_ceil(g.gathered) for g in groups) if limit is None else limit
     else:
@@ -68,7 +71,8 @@ def place_groups(
         limit = stays + max(window, 3 * max((page_ceil(g.gathered) for g in moving), default=0))
     if stays + window > limit:
         raise ConfigError(_window_error(moving, limit, window))
-    return Placement(homes, frozenset(g.index for g in groups if homes[g.index, "param"] is Tier.DEVICE), limit)
+    sticky = frozenset(g.index for g in groups if homes[g.index, "param"] is Tier.DEVICE)
+    return Placement(homes, sticky, limit, _reserve(groups, drives=True, in_place=True))
 
 
 def _window(groups: Sequence[GroupSizes], paths: Sequence[Sequence[int]]) -> int:

@@ -1,0 +1,249 @@
+"""Training that something goes wrong with, each scenario in a fresh process: prints what was seen, as JSON.
+
+Usage: program.py SCENARIO SWAP_DIRECTORY. Run by the tests of this directory, which set the time limit. Limits of the
+process, mounts and signals are real here and end with the process.
+"""
+
+import hashlib
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tiered
+from tiered.errors import TieredError
+
+MIB = 1 << 20
+
+
+class Chain(nn.Module):
+    """Equal layers in a row; `width` 512 makes one layer 1 MiB of float32."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x.pow(2).mean()
+
+
+def chain(layers: int = 6, width: int = 256) -> Chain:
+    """The same model every time."""
+    torch.manual_seed(3)
+    return Chain(layers, width)
+
+
+def config(swap: Path, **settings: Any) -> tiered.Config:
+    """Everything on the drive, on the CPU device."""
+    chosen = {"device": "cpu", "host_budget": "24MiB", "param_tier": "nvme", "optimizer_tier": "nvme", "nvme": swap}
+    return tiered.Config(**{**chosen, **settings})
+
+
+def steps(model: Chain, optimizer: tiered.AdamW, count: int) -> list[float]:
+    """The losses of `count` whole training steps on one batch."""
+    x = torch.linspace(-1, 1, 2 * model.width).reshape(2, model.width)
+    losses = []
+    for _ in range(count):
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def digest(model: nn.Module, optimizer: tiered.AdamW) -> str:
+    """Of the bits of every weight and moment."""
+    seen = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        seen.update(tensor.numpy().tobytes())
+    for state in optimizer.state_dict()["state"].values():
+        for tensor in (state["exp_avg"], state["exp_avg_sq"]):
+            seen.update(tensor.numpy().tobytes())
+    return seen.hexdigest()
+
+
+def train(model: Chain, chosen: tiered.Config, count: int = 3) -> dict[str, Any]:
+    """Shards, trains and closes; what was computed, bit for bit."""
+    with tiered.shard(model, chosen):
+        optimizer = tiered.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5)
+        losses = steps(model, optimizer, count)
+        return {"losses": losses, "digest": digest(model, optimizer)}
+
+
+def refusal(model: Chain, chosen: tiered.Config) -> dict[str, Any]:
+    """The error that sharding raises, and whether the model is still the plain one it was."""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    caught: Exception | None = None
+    try:
+        tiered.shard(model, chosen)
+    except TieredError as error:
+        caught = error
+    after = model.state_dict()
+    plain = all(type(p) is nn.Parameter for p in model.parameters())
+    kept = plain and all(torch.equal(before[name], after[name]) for name in before)
+    model(torch.ones(1, model.width)).backward()
+    return {"error": type(caught).__name__, "message": str(caught), "kept": kept, "files": os.listdir(chosen.directories[0])}
+
+
+def mount(path: Path, options: str) -> None:
+    """A small memory file system; private to this process, which unshare(1) started."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(path)], check=True)
+
+
+def memory(field: str) -> int:
+    """A field of /proc/self/status, in bytes."""
+    found = re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())
+    if found is None:
+        raise KeyError(field)
+    return int(found[1]) * 1024
+
+
+# --- scenarios ---
+
+
+def full(swap: Path) -> Any:
+    """A drive of 4 MiB takes a model of 1 MiB of states, but not one of 24 MiB, even after a failure."""
+    mount(swap, "size=4m")
+    model = chain(6, 512)
+    return {"refused": refusal(model, config(swap)), "small": train(chain(2, 128), config(swap)), "left": os.listdir(swap)}
+
+
+def read_only(swap: Path) -> Any:
+    mount(swap, "ro")
+    return refusal(chain(), config(swap))
+
+
+def short_write(swap: Path) -> Any:
+    """The system cuts writes beyond a file size short in the middle of training."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    model = chain()
+    tiered.shard(model, config(swap))
+    optimizer = tiered.AdamW(model.parameters(), lr=1e-2)
+    steps(model, optimizer, 2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB // 2 + 100, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    seen = []
+    for _ in range(3):
+        try:
+            steps(model, optimizer, 1)
+            seen.append({"error": "none"})
+        except TieredError as error:
+            names = re.search(r"[\w/.-]+/swap", str(error))
+            seen.append({"error": type(error).__name__, "message": str(error), "path": names and names[0]})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    tiered.close(model, keep_weights=False)
+    return {"seen": seen, "left": os.listdir(swap)}
+
+
+def short_write_while_sharding(swap: Path) -> Any:
+    """Writes are cut short once the first group has gone to the drive."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    from tiered.zero import build
+
+    fill = build._fill
+
+    def cut(group: Any, kind: str, dtype: torch.dtype) -> None:
+        if group.index == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        fill(group, kind, dtype)
+
+    build._fill = cut
+    return refusal(chain(), config(swap))
+
+
+def no_locked_memory(swap: Path) -> Any:
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+    chosen = config(swap, device="emulated", device_budget="2MiB")
+    return [train(chain(), config(swap)), train(chain(), chosen)]
+
+
+def reference(swap: Path) -> Any:
+    """A training that other processes must repeat bit for bit."""
+    from tiered.optim import kernels
+
+    return {"native": kernels.native(), **train(chain(), config(swap), 4)}
+
+
+def no_extension(swap: Path) -> Any:
+    """As `reference`, where the extension cannot be imported."""
+    return reference(swap)
+
+
+def endless(swap: Path) -> Any:
+    """Trains until somebody ends the process; says when it has begun."""
+    model = chain(8, 512)
+    tiered.shard(model, config(swap))
+    optimizer = tiered.AdamW(model.parameters(), lr=1e-3)
+    steps(model, optimizer, 2)
+    print("training", flush=True)
+    while True:
+        steps(model, optimizer, 1)
+
+
+def bounded_by_the_system(swap: Path) -> Any:
+    """States of 256 MiB where the kernel gives the process 128 MiB of data beyond what it has after the imports."""
+    return _bounded(swap, 64, 512, memory("VmData") + 128 * MIB, "64MiB")
+
+
+def states_of_three_gib(swap: Path) -> Any:
+    """States of 3.1 GiB in a process that may have 1.5 GiB of data."""
+    return _bounded(swap, 48, 2048, 1536 * MIB, "768MiB")
+
+
+def _bounded(swap: Path, layers: int, width: int, limit: int, budget: str) -> Any:
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    chosen = config(swap, host_budget=budget)
+    with tiered.deferred_init(chosen):
+        model = chain(layers, width)
+    states = 16 * sum(p.numel() for p in model.parameters())
+    refused = False
+    try:
+        torch.empty(limit, dtype=torch.uint8)
+    except RuntimeError:
+        refused = True
+    with tiered.shard(model, chosen):
+        losses = steps(model, tiered.AdamW(model.parameters(), lr=1e-3), 2)
+        tiered.close(model, keep_weights=False)
+    return {"states": states, "limit": limit, "refused": refused, "losses": losses}
+
+
+def resident_peak(swap: Path) -> Any:
+    """How far the process grows, at most, while it builds and trains 48 layers of 4 MiB under 64 MiB."""
+    steps_of_plain_torch = chain(1, 1024)
+    steps_of_plain_torch(torch.ones(2, 1024)).backward()  # what torch takes once is no part of the growth
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    chosen = config(swap, host_budget=64 * MIB)
+    with tiered.deferred_init(chosen):
+        model = chain(48, 1024)
+    tiered.shard(model, chosen)
+    steps(model, tiered.AdamW(model.parameters(), lr=1e-3), 2)
+    peak = memory("VmHWM")
+    used = tiered.stats(model).peak_bytes["host"]
+    tiered.close(model, keep_weights=False)
+    return {"growth": peak - before, "host peak": used}
+
+
+SCENARIOS: dict[str, Callable[[Path], Any]] = {
+    function.__name__: function
+    for function in (
+        full, read_only, short_write, short_write_while_sharding, no_locked_memory, reference, no_extension, endless,
+        bounded_by_the_system, states_of_three_gib, resident_peak,
+    )
+}  # fmt: skip
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps(SCENARIOS[sys.argv[1]](Path(sys.argv[2]))))
