@@ -64,12 +64,14 @@ const char* isa_name(Isa isa);
 // Applies `count` updates. Elements outside them are neither read nor written.
 void adamw(const AdamUpdate* updates, size_t count, const AdamArrays& arrays, Isa isa, int threads);
 
-// dst[i] = src[i], or dst[i] + src[i] in fp32, rounded to nearest even; returns the sum of squares of the new dst.
-// dst and src may be the same array. Throws std::bad_alloc (for one double per block) before anything is written.
+// The first element of an array, and its type.
 struct ArrayRef {
   void* data;
   DType type;
 };
+
+// dst[i] = src[i], or dst[i] + src[i] in fp32, rounded to nearest even; returns the sum of squares of the new dst.
+// dst and src may be the same array. Throws std::bad_alloc (for one double per block) before anything is written.
 double accumulate(ArrayRef dst, ArrayRef src, int64_t n, bool add, Isa isa, int threads);
 
 // Throws std::bad_alloc as accumulate does.

@@ -51,7 +51,9 @@ def format_size(nbytes: int) -> str:
 class MixedPrecision:
     """Which dtypes compute and gradients use; optimizer states and master weights are always fp32.
 
-    param_dtype: the dtype parameters have while they compute; None keeps each parameter's own dtype.
+    param_dtype: the dtype parameters have and compute in, as after `model.to(dtype)`; state_dict() still gives each
+        parameter in its own dtype, from the master. None keeps each parameter's own dtype. Norms with running
+        statistics keep theirs.
     reduce_dtype: the dtype gradients are reduced and accumulated in; None means the compute dtype.
     cast_inputs: cast floating-point tensors given to the model's forward to `param_dtype`.
     """

@@ -6,18 +6,35 @@ torch. Exceptions must leave a model that trains on as if the failed attempt had
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from models import CONV, GPT, LAYER_DROP, MOE, ORDERS, SIAMESE, Batch, Block, Case, Gpt, class_batch, token_batch
+from models import (
+    CONV,
+    ENCODER_DECODER,
+    GPT,
+    LAYER_DROP,
+    MOE,
+    ORDERS,
+    SIAMESE,
+    Batch,
+    Block,
+    Case,
+    EncoderDecoder,
+    Gpt,
+    class_batch,
+    token_batch,
+)
 from parity.harness import (
     Placement,
     Session,
     agree,
     copied,
+    variant,
 )
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -63,6 +80,23 @@ def test_evaluation_between_forward_and_backward_changes_nothing(placement: Plac
         return [seen, session.weights(), session.moments()]
 
     agree(scenario, GPT, placement, swap)
+
+
+def test_evaluation_by_torchs_fused_transformer_path_reads_true_weights(placement: Placement, swap: Path) -> None:
+    def scenario(session: Session) -> Any:
+        seen = []
+        for step in range(2):
+            session.model.eval()
+            with torch.no_grad():
+                seen.append(session.model(*session.batch(50 + step)).item())
+            session.model.train()
+            session.backward(step)
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+        return seen
+
+    case = variant(ENCODER_DECODER, "biased", partial(EncoderDecoder, bias=True))
+    agree(scenario, case, placement, swap)
 
 
 def test_a_forward_whose_graph_is_dropped_changes_nothing(placement: Placement, swap: Path) -> None:

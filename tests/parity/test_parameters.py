@@ -27,7 +27,7 @@ def facts(model: nn.Module) -> dict[str, Any]:
         name: [
             str(p.dtype), str(p.device), list(p.shape), list(p.size()), p.dim(), p.ndim, p.numel(), p.nelement(),
             list(p.stride()), p.element_size(), p.nbytes, p.is_contiguous(), p.is_leaf, p.requires_grad,
-            p.is_floating_point(), p.storage_offset(), p.layout == torch.strided, p.grad_fn is None, p.is_sparse,
+            p.is_floating_point(), p.layout == torch.strided, p.grad_fn is None, p.is_sparse,
             len(p) if p.dim() else -1,
         ]
         for name, p in model.named_parameters()

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tiered.config import Config
+from tiered.device.host import give_back_freed
 from tiered.errors import UsageError
 from tiered.store.block import BlockKey
 from tiered.store.store import WINDOW_BYTES
@@ -30,21 +31,22 @@ from tiered.zero.runtime import Runtime
 from tiered.zero.unit import Unit
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_KEEP_DTYPE = (nn.modules.batchnorm._NormBase,)  # running statistics stay as they are, and so do the weights beside them
 
 
 class GroupPlan:
     """A group before it exists: its parameters, their layout and dtypes."""
 
-    def __init__(self, index: int, name: str, params: list[nn.Parameter], config: Config, ranks: int) -> None:
+    def __init__(
+        self, index: int, name: str, params: list[nn.Parameter], dtype: torch.dtype, config: Config, ranks: int
+    ) -> None:
         self.index = index
         self.name = name
         self.params = params
         self.spec: ShardSpec = layout([p.shape for p in params], ranks)
-        own = params[0].dtype
-        policy = config.precision
         self.trains = params[0].requires_grad
-        self.dtype = policy.param_dtype or own if own.is_floating_point else own
-        self.grad_dtype = policy.reduce_dtype or self.dtype
+        self.dtype = dtype
+        self.grad_dtype = config.precision.reduce_dtype or dtype
 
     def sizes(self) -> GroupSizes:
         """Bytes of every block."""
@@ -70,13 +72,16 @@ def plan_groups(module: nn.Module, config: Config, ranks: int) -> tuple[list[Uni
     for name, param in module.named_parameters():
         _check(name, param)
     units = find_units(module, config.groups)
+    kept = {id(p) for m in module.modules() if isinstance(m, _KEEP_DTYPE) for p in m._parameters.values()}
     groups: list[GroupPlan] = []
     for unit in units:
-        kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+        kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[nn.Parameter]] = {}
         for param in unit.params:
-            kinds.setdefault((param.dtype, param.requires_grad), []).append(param)
-        for params in kinds.values():
-            groups.append(GroupPlan(len(groups), unit.name or "root", params, config, ranks))
+            lowers = param.is_floating_point() and id(param) not in kept
+            dtype = (config.precision.param_dtype or param.dtype) if lowers else param.dtype
+            kinds.setdefault((dtype, param.dtype, param.requires_grad), []).append(param)
+        for (dtype, _, _), params in kinds.items():
+            groups.append(GroupPlan(len(groups), unit.name or "root", params, dtype, config, ranks))
     if not groups:
         raise UsageError("the model has no parameters to shard")
     return units, groups
@@ -160,6 +165,7 @@ def _fill_and_take(model: ShardedModel, plans: Sequence[GroupPlan]) -> None:
             if kind in group.blocks:
                 _fill(group, kind, plan.dtype if kind == "param" else torch.float32)
         _take(model, group, dtypes, names)
+        give_back_freed()
 
 
 def _fill(group: ParamGroup, kind: str, dtype: torch.dtype) -> None:

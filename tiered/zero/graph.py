@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -29,7 +30,8 @@ class Owner(Protocol):
         """The group's storage, its values present."""
 
 
-_owners: dict[int, Owner] = {}  # by the address of the storage object
+# by the address of the storage object; weak, so that a model nobody closed can still be collected
+_owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
 
 
 def register(storage: torch.UntypedStorage, owner: Owner) -> None:
@@ -80,7 +82,8 @@ class _Pack:
             return _Note(owner, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
         if self._outer is not None:
             return _Foreign(self._outer[0](tensor), self._outer[1])
-        return tensor
+        # a node that keeps its own output would be a cycle that nobody can collect; autograd attaches the graph again
+        return tensor.detach() if tensor.grad_fn is not None else tensor
 
 
 def _unpack(packed: Any) -> Tensor:

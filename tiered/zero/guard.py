@@ -110,6 +110,9 @@ class GuardedParameter(nn.Parameter):
     def grad(self) -> None:
         home_of(self).set_grad(None)
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return repr(nn.Parameter(home_of(self).exported(), self.requires_grad))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copy = nn.Parameter(home_of(self).exported(), self.requires_grad)
         memo[id(self)] = copy

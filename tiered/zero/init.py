@@ -21,10 +21,13 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from tiered.device.host import give_back_freed
 from tiered.store.block import Block, BlockKey
 from tiered.store.store import TieredStore
 from tiered.store.tier import Tier
 from tiered.zero.guard import ATTRIBUTE, guard, unguard
+
+_TRIM_EVERY_BYTES = 8 << 20
 
 
 class Nursery:
@@ -35,6 +38,7 @@ class Nursery:
         self._limit = limit
         self._resident: collections.OrderedDict[int, Parked] = collections.OrderedDict()
         self._bytes = 0
+        self._freed = 0  # since freed memory was last given back to the system
         self._parked = 0  # values on the drive, and
         self._named = 0  # the number of the last block
         self._watching = False
@@ -61,7 +65,11 @@ class Nursery:
             if self._bytes <= self._limit:
                 return
             if key != id(parked) and self._resident[key].park():
+                self._freed += self._resident[key].nbytes
                 self.gone(self._resident[key])
+                if self._freed >= _TRIM_EVERY_BYTES:
+                    self._freed = 0
+                    give_back_freed()
 
     def gone(self, parked: Parked) -> None:
         """`parked` is not resident any more, or has left for its group."""
