@@ -123,6 +123,7 @@ def gather(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter], 
 def stats(model: nn.Module) -> Stats:
     """A frozen snapshot of a sharded model's counters. Raises UsageError for a model that is not sharded."""
     sharded = _sharded(model)
+    sharded.executor.poll()
     runtime, meter = sharded.runtime, sharded.runtime.meter
     nvme = sum(b.nbytes for b in runtime.store.blocks() if b.home is Tier.NVME)
     placement: dict[str, dict[str, int]] = {}

@@ -101,7 +101,7 @@ def main() -> None:
         engine.step()
         seconds.append(round(time.perf_counter() - start, 4))
     peak = peak_resident()
-    figures = {"step_s": seconds, "peak_rss_bytes": peak, "growth_bytes": peak - before, "loss": float(loss)}
+    figures = {"step_s": seconds, "peak_rss_bytes": peak, "growth_bytes": peak - before, "loss": loss.detach().item()}
     print(json.dumps(figures), flush=True)
 
 

@@ -19,10 +19,12 @@ TIERS = [("nvme", "nvme"), ("host", "nvme"), ("nvme", "host"), ("host", "host"),
 
 def named(message: str, budget: int) -> int:
     """The budget that a refusal says is enough."""
-    by = re.search(r"_budget by at least (\d+) bytes", message)
-    to = re.search(r"_budget to at least (\d+)|takes? (\d+) bytes", message)
-    assert by or to, f"no number to follow: {message}"
-    wanted = budget + int(by[1]) if by else int(next(number for number in to.groups() if number))
+    if by := re.search(r"_budget by at least (\d+) bytes", message):
+        wanted = budget + int(by[1])
+    else:
+        number = re.search(r"_budget to at least (\d+)", message) or re.search(r"takes? (\d+) bytes", message)
+        assert number, f"no number to follow: {message}"
+        wanted = int(number[1])
     assert wanted > budget, f"the number named is no larger than what was given: {message}"
     return wanted
 

@@ -109,7 +109,7 @@ def test_a_gradient_penalty_is_right_or_refused_by_name(placement: Placement, sw
             session.optimizer.zero_grad()
         return [seen, observe(session)]
 
-    agree(scenario, SIAMESE, placement, swap, refusable=True)
+    agree(scenario, SIAMESE, placement, swap, refusable=True, config={"device_budget": "4MiB"})
 
 
 def test_gradients_of_inputs_are_those_of_torch(placement: Placement, swap: Path) -> None:

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,9 @@ def test_every_staging_buffer_is_back_once_a_step_is_complete(placement: Placeme
             assert tiered.stats(session.model).staging_buffers == 0
         with torch.no_grad():
             session.model(*session.batch(9))
+        deadline = time.monotonic() + 20  # what is fetched ahead after the last use lands by itself
+        while tiered.stats(session.model).staging_buffers and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert tiered.stats(session.model).staging_buffers == 0
 
 

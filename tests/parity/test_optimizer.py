@@ -48,7 +48,7 @@ def test_the_optimizer_is_a_torch_optimizer_with_torchs_defaults(swap: Path) -> 
     "settings",
     [
         {"weight_decay": 0.0},
-        {"weight_decay": 0.5, "lr": 0.1},
+        {"weight_decay": 0.5, "lr": 0.03},
         {"betas": (0.0, 0.0)},
         {"betas": (0.5, 0.999), "eps": 1e-3},
         {"lr": 0.0},
@@ -306,7 +306,13 @@ def test_hundreds_of_tiny_parameters_train_as_in_torch(swap: Path) -> None:
     def scenario(session: Session) -> Any:
         return [session.train_on(range(3)), outcome(session)]
 
-    agree(scenario, Case("scalars", Scalars, lambda seed: (torch.tensor(float(seed + 1)),)), EMULATED, swap)
+    agree(
+        scenario,
+        Case("scalars", Scalars, lambda seed: (torch.tensor(float(seed + 1)),)),
+        EMULATED,
+        swap,
+        config={"host_budget": "2MiB"},
+    )
 
 
 class Scalars(nn.Module):
@@ -322,8 +328,9 @@ class Scalars(nn.Module):
 
 def test_plain_and_tiered_agree_on_the_first_step_from_zero_state(swap: Path) -> None:
     """The first update of Adam is lr * sign(gradient): a wrong step number would scale it by a factor."""
+    bare = {"weight_decay": 0.0, "eps": 1e-8}
     updates = []
-    for opened in (plain_session(GPT, weight_decay=0.0), tiered_session(GPT, NVME, swap, weight_decay=0.0)):
+    for opened in (plain_session(GPT, **bare), tiered_session(GPT, NVME, swap, **bare)):
         with opened as session:
             before = session.weights()
             session.train(0)

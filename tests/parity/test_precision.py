@@ -88,7 +88,9 @@ def mixed(case: Case, place: Placement, swap: Path, param: Any, reduce: Any = No
 
 
 def named(session: Session) -> dict[str, Tensor]:
-    return {name: copied(p) for name, p in session.model.named_parameters()}
+    """The state dict's entries of the parameters, ties once."""
+    weights = session.weights()
+    return {name: weights[name] for name, _ in session.model.named_parameters()}
 
 
 def close_updates(got: dict[str, Tensor], want: dict[str, Tensor], start: dict[str, Tensor]) -> None:
@@ -195,6 +197,19 @@ def test_batch_norm_under_16_bit_computing_keeps_float32_buffers_or_is_refused_b
             assert float(buffers["stem.1.running_var"].sub(1).abs().sum()) > 0
     except TieredError as refusal:
         refused(refusal, "stem.1")
+
+
+def test_a_parameter_read_outside_forward_is_its_float32_master_and_not_the_rounded_copy(
+    placement: Placement, swap: Path
+) -> None:
+    """An average over parameters must not be an average of rounded ones; and it is what the state dict holds."""
+    with mixed(TINY, placement, swap, torch.bfloat16) as session:
+        session.train(0)
+        with torch.no_grad():
+            session.model(*session.batch(1))
+        want = named(session)
+        same({name: copied(p) for name, p in session.model.named_parameters()}, want, exact=True)
+        assert any(not torch.equal(value, value.bfloat16().float()) for value in want.values())
 
 
 class Buffered(nn.Module):

@@ -42,6 +42,9 @@ class Page(Protocol):
     def wait(self) -> None:
         """Return when it is in memory; raises what the fetch raised."""
 
+    def poll(self) -> bool:
+        """Complete the fetch if all has arrived; True once nothing is in flight. A failure shows when it is used."""
+
     def drop(self) -> None:
         """Let it go, and refund the budget."""
 
@@ -61,12 +64,14 @@ class Executor:
         self._ahead = ahead
         self._trace = Trace()
         self._recent: dict[int, None] = {}  # present pages, least recently used first
+        self._coming: set[int] = set()  # pages on their way
         self._current = -1
 
     def use(self, page: Page, phase: Phase) -> None:
         """Make `page` present and fetch ahead. Raises BudgetError where it cannot fit beside what is pinned."""
         if not page.nbytes:
             return
+        self.poll()
         self._observe(page, phase)
         if not page.present:
             self._make_room(page)
@@ -83,6 +88,10 @@ class Executor:
             self.use(page, phase)
             if not self._ahead:
                 self._evict(i for i in list(self._recent) if i != page.index)
+
+    def poll(self) -> None:
+        """Complete the fetches that have arrived, so that what carried them is given back."""
+        self._coming -= {index for index in self._coming if self._pages[index].poll()}
 
     # --- inside ---
 
@@ -119,6 +128,7 @@ class Executor:
             except BudgetError:  # no staging to spare: fetching ahead is a hint, so leave it
                 return
             self._recent[index] = None
+            self._coming.add(index)
 
     def _evict(self, indices: Iterable[int]) -> None:
         for index in indices:

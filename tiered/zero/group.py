@@ -157,6 +157,13 @@ class ParamGroup:
                 self.runtime.store.unstage(staging)
         self._move(GroupState.UNSHARDED)
 
+    def poll(self) -> bool:
+        """Complete gathering if all has arrived; True once nothing is in flight. A failure shows at the next use."""
+        if self._ticket is not None and self._ticket[0].done():
+            with contextlib.suppress(Exception):
+                self.wait()
+        return self._ticket is None
+
     def drop(self) -> None:
         """Absorb edits, and let the values go."""
         self.wait()
