@@ -228,6 +228,7 @@ def _install(model: ShardedModel, plans: list[UnitPlan]) -> None:
     for plan in plans:
         groups = {of_param[id(p)].index: of_param[id(p)] for p in (*plan.params, *plan.borrowed)}
         unit = Unit(plan.name, plan.module, list(groups.values()))
+        unit.holds = not plan.name and model.runtime.ranks.size > 1
         if not plan.name and model.config.precision.cast_inputs:
             unit.input_dtype = model.config.precision.param_dtype
         unit.install()

@@ -70,6 +70,7 @@ class ParamGroup:
         self.edited = False
         self._state = GroupState.SHARDED
         self._pins = 0
+        self._held = False
         self._computing = 0
         self._ticket: tuple[Ticket, Memory | None] | None = None
         self._buffer: Memory | None = None
@@ -199,6 +200,18 @@ class ParamGroup:
                     self.edited |= versions != [p._version for p in self.params]
                     for param in self.params:
                         guard(param)
+
+    def hold(self) -> None:
+        """Keep the present group until `let_go`: what ranks use differently in backward must not be gathered there."""
+        if not self._held:
+            self._held = True
+            self._pins += 1
+
+    def let_go(self) -> None:
+        """Undo `hold`."""
+        if self._held:
+            self._held = False
+            self._pins -= 1
 
     def storage_for_backward(self) -> torch.UntypedStorage:
         """The buffer's storage, its values present: what a saved parameter is a note of."""

@@ -148,6 +148,8 @@ class ShardedModel:
             arrived = [next(united) for _ in grads.arrived]
             if any(arrived):
                 grads.reduce(arrived)
+        for group in self.groups:
+            group.let_go()
 
     # --- the end ---
 

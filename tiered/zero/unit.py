@@ -44,6 +44,7 @@ class Unit:
         self.name = name
         self.groups = tuple(groups)
         self.input_dtype: torch.dtype | None = None
+        self.holds = False  # keep the groups from forward until the end of backward
         self._module = module
         self._had_forward = "forward" in module.__dict__
         self._forward: Callable[..., Any] = module.forward
@@ -68,7 +69,10 @@ class Unit:
         phase = current_phase()
         with contextlib.ExitStack() as scope:
             for group in self.groups:
+                group.let_go()
                 scope.enter_context(group.computing(phase))
+                if self.holds and phase is Phase.FORWARD:
+                    group.hold()
             scope.enter_context(graph.saving_notes())
             return self._forward(*args, **kwargs)
 
