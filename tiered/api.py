@@ -104,9 +104,10 @@ def close(model: nn.Module, *, keep_weights: bool = True) -> None:
 def gather(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool = False) -> Iterator[None]:
     """Full values of a module's parameters (or of the parameters given) inside; plain Parameters, any torch code works.
 
-    modify: edits reach every copy of the values, on every rank (those of rank 0). Without it an edit is an error. Raises
-    BudgetError where the parameters do not fit the device budget at once: gather fewer.
+    modify: edits reach every copy of the values, on every rank (those of rank 0). Without it an edit is an error.
+    Raises BudgetError where the parameters do not fit the device budget at once: gather fewer.
     """
+    params: list[torch.Tensor]
     if isinstance(module_or_params, nn.Module):
         params = list(module_or_params.parameters())
     elif isinstance(module_or_params, torch.Tensor):

@@ -105,7 +105,12 @@ def refusal(model: Chain, chosen: tiered.Config) -> dict[str, Any]:
     plain = all(type(p) is nn.Parameter for p in model.parameters())
     kept = plain and all(torch.equal(before[name], after[name]) for name in before)
     model(torch.ones(1, model.width)).backward()
-    return {"error": type(caught).__name__, "message": str(caught), "kept": kept, "files": os.listdir(chosen.directories[0])}
+    return {
+        "error": type(caught).__name__,
+        "message": str(caught),
+        "kept": kept,
+        "files": os.listdir(chosen.directories[0]),
+    }
 
 
 def mount(path: Path, options: str) -> None:
@@ -128,7 +133,11 @@ def full(swap: Path) -> Any:
     """A drive of 4 MiB takes a model of 1 MiB of states, but not one of 24 MiB, even after a failure."""
     mount(swap, "size=4m")
     model = chain(6, 512)
-    return {"refused": refusal(model, config(swap)), "small": train(chain(2, 128), config(swap)), "left": os.listdir(swap)}
+    return {
+        "refused": refusal(model, config(swap)),
+        "small": train(chain(2, 128), config(swap)),
+        "left": os.listdir(swap),
+    }
 
 
 def read_only(swap: Path) -> Any:

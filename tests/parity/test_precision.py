@@ -165,7 +165,7 @@ def test_float32_reduction_keeps_what_bfloat16_would_lose(placement: Placement, 
 def test_parameters_compute_in_16_bits_while_files_and_masters_stay_float32(
     dtype: torch.dtype, placement: Placement, swap: Path
 ) -> None:
-    """The policy's dtype is the parameters', the user's is the file's; an update below 16-bit resolution must show in the state dict."""
+    """The policy's dtype is the parameters', the user's is the file's: small updates show in the state dict."""
     with mixed(TINY, placement, swap, dtype, lr=1e-5) as session:
         seen: list[torch.dtype] = []
         hook = session.model.blocks[0].register_forward_hook(lambda module, inputs, out: seen.append(out.dtype))
@@ -199,17 +199,46 @@ def test_batch_norm_under_16_bit_computing_keeps_float32_buffers_or_is_refused_b
         refused(refusal, "stem.1")
 
 
-def test_a_parameter_read_outside_forward_is_its_float32_master_and_not_the_rounded_copy(
+def test_a_parameter_reads_as_its_float32_master_rounded_to_the_dtype_it_shows(
     placement: Placement, swap: Path
 ) -> None:
-    """An average over parameters must not be an average of rounded ones; and it is what the state dict holds."""
     with mixed(TINY, placement, swap, torch.bfloat16) as session:
         session.train(0)
         with torch.no_grad():
             session.model(*session.batch(1))
-        want = named(session)
+        want = {name: value.bfloat16() for name, value in named(session).items()}
+        assert {p.dtype for p in session.model.parameters()} == {torch.bfloat16}
         same({name: copied(p) for name, p in session.model.named_parameters()}, want, exact=True)
-        assert any(not torch.equal(value, value.bfloat16().float()) for value in want.values())
+
+
+def test_a_float32_checkpoint_loads_into_the_masters_unrounded_and_the_next_step_keeps_it(
+    placement: Placement, swap: Path
+) -> None:
+    torch.manual_seed(99)
+    checkpoint = copied(TINY.build().state_dict())
+    with mixed(TINY, placement, swap, torch.bfloat16) as session:
+        session.train(0)
+        session.model.load_state_dict(checkpoint)
+        same(session.weights(), checkpoint, exact=True)
+        session.train(1)
+        moved = [(session.weights()[name] - value).abs().max() for name, value in checkpoint.items()]
+        assert 0 < float(max(moved)) < 3 * ADAM["lr"]
+
+
+def test_an_edit_of_a_parameter_in_16_bits_reaches_its_master(placement: Placement, swap: Path) -> None:
+    with mixed(TINY, placement, swap, torch.bfloat16) as session:
+        session.train(0)
+        before = named(session)
+        with torch.no_grad():
+            session.model.blocks[1].up.weight.mul_(0.5)
+            session.model.position.fill_(0.25)
+        after = named(session)
+        same(after["blocks.1.up.weight"], before["blocks.1.up.weight"] / 2, exact=False, rtol=2**-8)
+        assert bool((after["position"] == 0.25).all())
+        untouched = [name for name in before if name not in ("blocks.1.up.weight", "position")]
+        same([after[name] for name in untouched], [before[name] for name in untouched], exact=True)
+        session.train(1)
+        assert float((named(session)["position"] - 0.25).abs().max()) < 3 * ADAM["lr"]
 
 
 class Buffered(nn.Module):

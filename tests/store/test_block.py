@@ -24,7 +24,9 @@ def block_in(state: BlockState) -> Block:
     return block
 
 
-@pytest.mark.parametrize(("before", "after"), [*itertools.product(BlockState, BlockState)], ids=lambda state: state.name)
+@pytest.mark.parametrize(
+    ("before", "after"), [*itertools.product(BlockState, BlockState)], ids=lambda state: state.name
+)
 def test_only_the_drawn_changes_of_state_are_allowed(before: BlockState, after: BlockState) -> None:
     block = block_in(before)
     if (before, after) in DRAWN:

@@ -100,7 +100,17 @@ def test_fresh_takes_memory_without_reading_what_is_not_wanted(open_store: OpenS
     assert whole(store, block).eq(1).all()
 
 
-RANGES = [(0, 1), (1, 1), (4095, 2), (MIB - 1, 2), (WINDOW_BYTES - 3, 7), (WINDOW_BYTES, 1), (0, None), (17, None), (5, 0)]
+RANGES = [
+    (0, 1),
+    (1, 1),
+    (4095, 2),
+    (MIB - 1, 2),
+    (WINDOW_BYTES - 3, 7),
+    (WINDOW_BYTES, 1),
+    (0, None),
+    (17, None),
+    (5, 0),
+]
 
 
 @pytest.mark.parametrize(("offset", "nbytes"), RANGES)

@@ -29,7 +29,7 @@ class Device(Protocol):
         """Give up the buffer's contents and pages; it can be committed again."""
 
     def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Ticket:
-        """Copy host `source` to device `destination` (same shape and dtype); both stay alive until the ticket is done."""
+        """Copy host `source` to device `destination`, same shape and dtype; both stay alive until it is done."""
 
     def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Ticket:
         """Copy device `source` to host `destination` (same shape and dtype)."""

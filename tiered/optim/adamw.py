@@ -89,7 +89,9 @@ class AdamW(torch.optim.Optimizer):
         homes: dict[int, ParamHome] = {}
         for param in group["params"]:
             if not is_sharded(param) or not isinstance(home := home_of(param), ParamHome):
-                raise UsageError("a parameter given to tiered.AdamW is not sharded: call tiered.shard(model, config) first")
+                raise UsageError(
+                    "a parameter given to tiered.AdamW is not sharded: call tiered.shard(model, config) first"
+                )
             if id(param) in self._homes or id(param) in homes:
                 raise ConfigError(f"parameter '{home.name}' appears in more than one parameter group: give it once")
             if self._model not in (None, home.model) or any(h.model is not home.model for h in homes.values()):
@@ -100,7 +102,7 @@ class AdamW(torch.optim.Optimizer):
         self.param_groups.append(group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one optimizer step, or skip it where a gradient is not finite. Returns what `closure` returned.
 
         Sets `grad_norm`, the global L2 norm before clipping, over the optimizer's parameters that have a gradient.

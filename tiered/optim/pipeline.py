@@ -180,9 +180,7 @@ class _Slots:
                 continue
             if array.kind in filled.places:
                 place = filled.places[array.kind]
-                tickets.append(
-                    self._store.write(block, _present(filled.slot), at=place, offset=low, nbytes=high - low)
-                )
+                tickets.append(self._store.write(block, _present(filled.slot), at=place, offset=low, nbytes=high - low))
             elif block.home is Tier.NVME and not self._store.resident(block):
                 memory = chunk.group.memory_of(array.kind)  # a group that is present on the device
                 tickets.append(self._store.write(block, memory, at=low, offset=low, nbytes=high - low))

@@ -37,7 +37,9 @@ def import_state(
     param_groups = list(param_groups)
     counts = [len(g["params"]) for g in given], [len(g["params"]) for g in param_groups]
     if counts[0] != counts[1]:
-        raise UsageError(f"the state dict has parameter groups of {counts[0]} parameters, this optimizer of {counts[1]}")
+        raise UsageError(
+            f"the state dict has parameter groups of {counts[0]} parameters, this optimizer of {counts[1]}"
+        )
     keys = [key for group in given for key in group["params"]]
     found = {position: state_dict["state"].get(key) for position, key in enumerate(keys)}
     params = dict(_enumerate(param_groups))

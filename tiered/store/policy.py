@@ -62,7 +62,7 @@ class Candidate:
 
 
 def victims(candidates: Sequence[Candidate], need: int) -> list[object] | None:
-    """Keys to evict to free `need` bytes, furthest next use first; None, and nothing is evicted, if all is too little."""
+    """Keys to evict to free `need` bytes, furthest next use first; None (evict nothing) if all is too little."""
     chosen: list[object] = []
     for candidate in sorted(candidates, key=lambda c: -c.next_use):
         if need <= 0:

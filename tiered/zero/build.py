@@ -7,7 +7,7 @@ after that, one group at a time moves into the store and gives its own memory ba
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from tiered.device.host import give_back_freed
 from tiered.errors import UsageError
 from tiered.store.block import BlockKey
 from tiered.store.store import WINDOW_BYTES
-from tiered.store.tier import Tier
 from tiered.zero import statedict
 from tiered.zero.grads import Accumulate, GroupGrads
 from tiered.zero.group import ParamGroup
@@ -31,7 +30,9 @@ from tiered.zero.runtime import Runtime
 from tiered.zero.unit import Unit
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_KEEP_DTYPE = (nn.modules.batchnorm._NormBase,)  # running statistics stay as they are, and so do the weights beside them
+_KEEP_DTYPE = (
+    nn.modules.batchnorm._NormBase,
+)  # running statistics stay as they are, and so do the weights beside them
 
 
 class GroupPlan:
@@ -122,7 +123,9 @@ def build(
         for kind in ("master", "grad", *STATE_KINDS):
             if (plan.index, kind) in placement.homes:
                 nbytes = plan.sizes().shard[kind]
-                group.blocks[kind] = runtime.store.create(BlockKey(plan.index, kind), nbytes, placement.homes[plan.index, kind])
+                group.blocks[kind] = runtime.store.create(
+                    BlockKey(plan.index, kind), nbytes, placement.homes[plan.index, kind]
+                )
                 group.blocks[kind].next_use = plan.index
     model = ShardedModel(module, config, runtime, groups, placement.reserve)
     model.grads = [
@@ -144,11 +147,17 @@ def build(
 
 def _check(name: str, param: nn.Parameter) -> None:
     if ATTRIBUTE in param.__dict__ and isinstance(param.__dict__[ATTRIBUTE], ParamHome):
-        raise UsageError(f"parameter '{name}' belongs to a sharded model already: call tiered.close on that model first")
+        raise UsageError(
+            f"parameter '{name}' belongs to a sharded model already: call tiered.close on that model first"
+        )
     if type(param) not in (nn.Parameter, GuardedParameter):
-        raise UsageError(f"parameter '{name}' is a {type(param).__name__}: only plain torch.nn.Parameter can be sharded")
+        raise UsageError(
+            f"parameter '{name}' is a {type(param).__name__}: only plain torch.nn.Parameter can be sharded"
+        )
     if param.is_meta:
-        raise UsageError(f"parameter '{name}' is on the meta device: build the model under tiered.deferred_init(config)")
+        raise UsageError(
+            f"parameter '{name}' is on the meta device: build the model under tiered.deferred_init(config)"
+        )
     if param.layout is not torch.strided:
         raise UsageError(f"parameter '{name}' has layout {param.layout}: only strided tensors can be sharded")
     if param.device.type != "cpu":

@@ -26,7 +26,9 @@ class Ranks:
         self.size = dist.get_world_size() if joined else 1
         self.rank = dist.get_rank() if joined else 0
         if self.size > 1 and dist.get_backend() != "gloo":
-            raise UsageError(f"process group backend {dist.get_backend()!r}: this version supports 'gloo' for several ranks")
+            raise UsageError(
+                f"process group backend {dist.get_backend()!r}: this version supports 'gloo' for several ranks"
+            )
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor) -> None:
         """Fill `flat` (N x S elements) with every rank's `shard` (S elements), in rank order."""

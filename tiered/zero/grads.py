@@ -86,9 +86,7 @@ class Departures:
 class GroupGrads:
     """See the file's contract."""
 
-    def __init__(
-        self, group: ParamGroup, dtype: torch.dtype, accumulate: Accumulate, departures: Departures
-    ) -> None:
+    def __init__(self, group: ParamGroup, dtype: torch.dtype, accumulate: Accumulate, departures: Departures) -> None:
         self.group = group
         self.dtype = dtype
         self.present = [False] * len(group.params)
@@ -107,8 +105,8 @@ class GroupGrads:
         """Take one parameter's gradient out of backward (any layout, on the device)."""
         if grad.requires_grad:
             raise UsageError(
-                f"'{self.group.name}': backward(create_graph=True) would keep a graph of a gradient that is moved to the "
-                f"host: use torch.autograd.grad(..., create_graph=True) instead"
+                f"'{self.group.name}': backward(create_graph=True) would keep a graph of a gradient that leaves for "
+                f"the host: use torch.autograd.grad(..., create_graph=True) instead"
             )
         if grad.layout is not torch.strided:
             raise UsageError(f"'{self.group.name}': sparse gradients are not supported: use sparse=False")

@@ -79,7 +79,7 @@ class _Pack:
     def __call__(self, tensor: Tensor) -> Any:
         owner = _owners.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
         if owner is not None:
-            return _Note(owner, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+            return _Note(owner, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         if self._outer is not None:
             return _Foreign(self._outer[0](tensor), self._outer[1])
         # a node that keeps its own output would be a cycle that nobody can collect; autograd attaches the graph again

@@ -307,7 +307,7 @@ class ParamGroup:
     def _start(self) -> tuple[Ticket, Memory | None]:
         """Start filling the buffer from the truth; the staging memory goes back when the ticket is done."""
         runtime, block = self.runtime, self.blocks["param"]
-        store, device = runtime.store, runtime.device
+        store = runtime.store
         if runtime.in_place:
             return store.read(block, self.buffer), None
         if store.resident(block) and runtime.ranks.size == 1:

@@ -58,10 +58,10 @@ def _named(names: str) -> set[Any]:
 
 _METADATA: set[Any] = {torch.is_floating_point, torch.is_complex, torch.numel} | _named(
     "shape dtype device layout ndim requires_grad is_leaf grad_fn itemsize nbytes output_nr retains_grad name _version "
-    "_base _backward_hooks is_cuda is_cpu is_sparse is_quantized is_meta is_mps is_xpu is_nested is_mkldnn is_sparse_csr "
-    "is_xla is_ipu is_vulkan is_maia is_mtia size dim numel nelement stride storage_offset is_contiguous element_size "
-    "is_floating_point is_complex ndimension is_signed is_inference get_device register_hook is_shared __len__ is_conj "
-    "register_post_accumulate_grad_hook is_neg retain_grad data_ptr dim_order"
+    "_base _backward_hooks is_cuda is_cpu is_sparse is_quantized is_meta is_mps is_xpu is_nested is_mkldnn "
+    "is_sparse_csr is_xla is_ipu is_vulkan is_maia is_mtia size dim numel nelement stride storage_offset is_contiguous "
+    "element_size is_floating_point is_complex ndimension is_signed is_inference get_device register_hook is_shared "
+    "__len__ is_conj register_post_accumulate_grad_hook is_neg retain_grad data_ptr dim_order"
 )
 _REQUIRES_GRAD: set[Any] = {Tensor.requires_grad.__set__, Tensor.requires_grad_}  # type: ignore[attr-defined]
 _REFUSED: dict[Any, str] = {
@@ -93,13 +93,13 @@ class GuardedParameter(nn.Parameter):
             return result
         if func in _REFUSED:
             raise UsageError(
-                f"{_REFUSED[func]} of the sharded parameter '{home_of(guarded[0]).name}' is not supported: edit its values "
-                f"inside `with tiered.gather(parameter, modify=True)`, or call tiered.close(model) first"
+                f"{_REFUSED[func]} of the sharded parameter '{home_of(guarded[0]).name}' is not supported: edit its "
+                f"values inside `with tiered.gather(parameter, modify=True)`, or call tiered.close(model) first"
             )
         return _fault(func, args, kwargs, guarded)
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         return home_of(self).grad()
 
     @grad.setter
@@ -110,7 +110,7 @@ class GuardedParameter(nn.Parameter):
     def grad(self) -> None:
         home_of(self).set_grad(None)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes a keyword of its own printing code
         return repr(nn.Parameter(home_of(self).exported(), self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -119,7 +119,8 @@ class GuardedParameter(nn.Parameter):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(home_of(self).exported(), self.requires_grad).__reduce_ex__(protocol)
+        whole: Any = nn.Parameter(home_of(self).exported(), self.requires_grad)
+        return whole.__reduce_ex__(protocol)
 
 
 def home_of(param: Tensor) -> Home:

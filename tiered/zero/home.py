@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,6 +22,8 @@ from tiered.zero.unit import current_phase
 
 if TYPE_CHECKING:
     from tiered.zero.model import ShardedModel
+
+_GRAD: Any = torch.Tensor.grad  # the slot autograd writes to, under the guard's property
 
 
 class ParamHome:
@@ -83,7 +85,8 @@ class ParamHome:
         if self._hook is None and self.param.requires_grad:
             self.model.start_training(self.group)
             with torch._C.DisableTorchFunctionSubclass():
-                self._hook = self.param.register_post_accumulate_grad_hook(self._arrive)
+                register: Any = self.param.register_post_accumulate_grad_hook
+                self._hook = register(self._arrive)
 
     # --- the state dict ---
 
@@ -118,8 +121,8 @@ class ParamHome:
 
     def _arrive(self, param: torch.Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            grad = torch.Tensor.grad.__get__(param)  # type: ignore[attr-defined]
-            torch.Tensor.grad.__set__(param, None)  # type: ignore[attr-defined]
+            grad = _GRAD.__get__(param)
+            _GRAD.__set__(param, None)
         if grad is not None:
             self.grads.arrive(self.position, grad)
             self.model.gradient_arrived()

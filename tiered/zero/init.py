@@ -51,7 +51,7 @@ class Nursery:
         try:
             yield
         finally:
-            handle.remove()  # type: ignore[no-untyped-call]
+            handle.remove()
             self._watching = False
             self._close_if_empty()
 

@@ -138,7 +138,7 @@ class ShardedModel:
         task = torch._C._current_graph_task_id()
         if self._reducing != task:
             self._reducing = task
-            engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+            engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._finish_backward)
 
     def _finish_backward(self) -> None:
@@ -161,8 +161,9 @@ class ShardedModel:
         need = sum(g.spec.numel * g.dtype.itemsize for g in self.groups if g.nbytes)
         if keep_weights and need > available_bytes():
             raise BudgetError(
-                f"close() would bring all weights into memory: {format_size(need)}, but {format_size(available_bytes())} "
-                f"is available: save what you need, then call tiered.close(model, keep_weights=False)"
+                f"close() would bring all weights into memory: {format_size(need)}, but "
+                f"{format_size(available_bytes())} is available: save what you need, then call "
+                "tiered.close(model, keep_weights=False)"
             )
         self.closed = True
         for home in self.homes:

@@ -44,7 +44,7 @@ class ShardSpec:
         return self.numel // self.ranks
 
     def owned(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """Element range [start, stop) of the flat tensor that belongs to both `slot` and `rank`; empty: start == stop."""
+        """Elements [start, stop) of the flat tensor that belong to both `slot` and `rank`; empty: start == stop."""
         start = max(slot.start, rank * self.shard_numel)
         return start, max(start, min(slot.stop, (rank + 1) * self.shard_numel))
 
@@ -131,4 +131,4 @@ def _by_default(model: nn.Module, sizes: dict[int, int]) -> Iterator[tuple[str, 
 
 def _callable(module: nn.Module) -> bool:
     """Containers such as ModuleList have no forward of their own, so no hook on one would ever run."""
-    return type(module).forward is not nn.Module.forward  # type: ignore[comparison-overlap]
+    return type(module).forward is not nn.Module.forward

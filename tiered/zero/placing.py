@@ -83,8 +83,8 @@ def _window(groups: Sequence[GroupSizes], paths: Sequence[Sequence[int]]) -> int
 def _window_error(groups: Sequence[GroupSizes], limit: int, window: int) -> str:
     return (
         f"device_budget={limit} ({format_size(limit)}) is too small: the groups gathered at once take up to {window} "
-        f"bytes ({format_size(window)}; the largest single group {max(g.gathered for g in groups)}): set device_budget to "
-        f"at least {window}, or make groups smaller with groups=(YourLayer, ...)"
+        f"bytes ({format_size(window)}; the largest single group {max(g.gathered for g in groups)}): set "
+        f"device_budget to at least {window}, or make groups smaller with groups=(YourLayer, ...)"
     )
 
 
@@ -123,7 +123,7 @@ def _place_fastest(
     groups: Sequence[GroupSizes], config: Config, spare: int, host_limit: int, *, in_place: bool
 ) -> dict[tuple[int, str], Tier]:
     """First without any drive, which needs the least staging; then with drives."""
-    lone = {
+    lone: dict[str, tuple[Tier, ...]] = {
         "param": {
             "auto": (Tier.DEVICE, Tier.HOST) if in_place else (Tier.HOST,),
             "device": (Tier.DEVICE,) if in_place else (Tier.HOST,),

@@ -54,7 +54,7 @@ class _Save(_Copyless):
             destination[prefix + name] = home.param if keep_vars else home.state()
         module.__dict__["_parameters"] = {k: p for k, p in everything.items() if k not in homes}
         try:
-            type(module)._save_to_state_dict(module, destination, prefix, keep_vars)  # type: ignore[arg-type]
+            type(module)._save_to_state_dict(module, destination, prefix, keep_vars)
         finally:
             module.__dict__["_parameters"] = everything
 
