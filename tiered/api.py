@@ -173,7 +173,8 @@ def _open_device(config: Config) -> Device:
         return CpuDevice()
     if config.device_name == "emulated":
         return EmulatedDevice(config.emulation)
-    raise ConfigError(f"device={config.device_name!r}: this version runs on 'cpu' and 'emulated'")
+    chosen = "chosen because a GPU is present" if config.device is None else "asked for"
+    raise ConfigError(f"device={config.device_name!r} ({chosen}): this version runs on the CPU: set device='cpu'")
 
 
 def _accumulate(dst: torch.Tensor, src: torch.Tensor, add: bool) -> float:

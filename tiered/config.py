@@ -151,7 +151,8 @@ class Config:
     @property
     def device_name(self) -> str:
         """The device chosen: `device`, or cuda where a GPU is present, else cpu."""
-        return self.device or ("cuda" if torch.accelerator.is_available() else "cpu")
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return self.device or ("cuda" if found is not None and found.type == "cuda" else "cpu")
 
     @property
     def directories(self) -> tuple[Path, ...]:
