@@ -12,8 +12,9 @@ from tiered.config import Config, Emulation, MixedPrecision, format_size, parse_
 from tiered.errors import ConfigError
 
 SIZES = [
-    (0, 0), (123, 123), ("0", 0), ("7", 7), ("7B", 7), (" 2 KiB ", 2048), ("2kb", 2000), ("3K", 3072), ("1.5MiB", 3 << 19),
-    ("1.5MB", 1_500_000), ("20GiB", 20 << 30), ("20GB", 20 * 10**9), ("20g", 20 << 30), ("1TiB", 1 << 40),
+    (0, 0), (123, 123), ("0", 0), ("7", 7), ("7B", 7), (" 2 KiB ", 2048), ("2kb", 2000), ("3K", 3072),
+    ("1.5MiB", 3 << 19), ("1.5MB", 1_500_000), ("20GiB", 20 << 30), ("20GB", 20 * 10**9), ("20g", 20 << 30),
+    ("1TiB", 1 << 40),
 ]  # fmt: skip
 
 

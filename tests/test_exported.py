@@ -9,8 +9,8 @@ import tiered
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 
 
-def test_the_exported_names_are_sorted_without_regard_to_case() -> None:
-    assert list(tiered.__all__) == sorted(tiered.__all__, key=str.casefold)
+def test_the_exported_names_are_sorted_classes_before_functions() -> None:
+    assert list(tiered.__all__) == sorted(tiered.__all__, key=lambda name: (name[0].islower(), name))
 
 
 def test_the_documentation_has_a_heading_for_each_exported_name_and_for_no_other() -> None:

@@ -15,15 +15,15 @@ import tiered
 from tiered.errors import SwapDirectoryError
 
 
-@pytest.fixture(params=["missing", "file", "link", "below a link", "below a file"])
+@pytest.fixture(params=["missing", "file", "link", "missing below a link", "below a file"])
 def useless(request: pytest.FixtureRequest, tmp_path: Path, swap: Path) -> Path:
-    """A path that is no real directory; `below a link` alone is one, since only the last component may not be a link."""
+    """A path that is no real directory."""
     path = tmp_path / "elsewhere"
     if request.param in ("file", "below a file"):
         path.write_text("something of the user's")
     elif request.param == "link":
         path.symlink_to(swap)
-    elif request.param == "below a link":
+    elif request.param == "missing below a link":
         (tmp_path / "via").symlink_to(tmp_path)
         return tmp_path / "via" / "missing"
     return path / "inner" if request.param == "below a file" else path

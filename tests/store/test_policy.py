@@ -57,11 +57,12 @@ def test_random_placements_fit_allow_and_leave_nothing_out_and_refusals_name_wha
                 homes = place(demands, free)
                 break
             except ConfigError as error:
-                refused += 1
-                found = re.search(r"(host|device)_budget by at least (\d+) bytes", str(error))
-                assert found, error
-                assert int(found[2]) > 0, f"a raise by nothing: {error}"
-                free[Tier(found[1])] += int(found[2])
+                message = str(error)
+            refused += 1
+            found = re.search(r"(host|device)_budget by at least (\d+) bytes", message)
+            assert found, message
+            assert int(found[2]) > 0, f"a raise by nothing: {message}"
+            free[Tier(found[1])] += int(found[2])
         assert homes.keys() == {(d.group, d.kind) for d in demands}
         assert all(homes[d.group, d.kind] in d.tiers for d in demands)
         for tier in (D, H):

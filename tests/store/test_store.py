@@ -181,7 +181,7 @@ def test_a_pinned_block_is_never_evicted_and_the_refusal_takes_nothing(open_stor
     store.acquire(first)
     store.release(first)
     used = store.host.used
-    with pytest.raises(BudgetError, match="param of group 2 needs 3.0 MiB of host memory"):
+    with pytest.raises(BudgetError, match=r"param of group 2 needs 3\.0 MiB of host memory"):
         store.acquire(second)
     assert (store.host.used, second.state, first.state) == (used, BlockState.NVME, BlockState.HOST)
     store.release(first)
@@ -448,8 +448,8 @@ def test_close_is_idempotent_and_gives_memory_threads_and_files_back(
         assert not memory.committed
         assert not kept.committed
         assert (list(swap.iterdir()), list(store.blocks())) == ([], [])
-    assert len(os.listdir("/proc/self/task")) == threads
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/task")) <= threads
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
 def test_close_leaves_memory_that_somebody_views(open_store: OpenStore) -> None:

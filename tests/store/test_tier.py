@@ -13,7 +13,7 @@ def test_a_charge_up_to_the_limit_is_taken_and_one_byte_more_is_refused_with_not
     budget = Budget(Tier.HOST, 100)
     budget.charge(60, "weights")
     budget.charge(40, "moments")
-    with pytest.raises(BudgetError, match="moments needs 1 B of host memory, but only 0 B .* at least 101 bytes"):
+    with pytest.raises(BudgetError, match=r"moments needs 1 B of host memory, but only 0 B .* at least 101 bytes"):
         budget.charge(1, "moments")
     assert (budget.used, budget.free, budget.peak) == (100, 0, 100)
     budget.refund(60)

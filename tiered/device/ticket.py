@@ -72,6 +72,15 @@ class Finished:
         fn()
 
 
+def settled(ticket: Ticket) -> None:
+    """Wait until `ticket` is done, whether it succeeded or failed. An interrupt (Ctrl-C) passes, and it is not done."""
+    try:
+        ticket.wait()
+    except BaseException:
+        if not ticket.done():
+            raise
+
+
 def chain(first: Ticket, then: Callable[[], Ticket]) -> Ticket:
     """A ticket for `first` followed by what `then` starts; `then` runs on the thread that finishes `first`."""
     whole = Completion()

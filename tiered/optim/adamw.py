@@ -21,6 +21,7 @@ import torch
 
 from tiered.errors import ConfigError, UsageError
 from tiered.optim import kernels, pipeline
+from tiered.optim.interrupt import uninterrupted
 from tiered.optim.kernels import Segment
 from tiered.optim.scaler import LossScaler
 from tiered.optim.state import export_state, import_state
@@ -178,6 +179,11 @@ class AdamW(torch.optim.Optimizer):
     def _open_model(self, call: str) -> ShardedModel:
         if self.model.closed:
             raise UsageError(f"{call} after tiered.close(model): gradients and optimizer states are gone")
+        if self.model.failure is not None:
+            raise UsageError(
+                f"{call} after a step that failed half way ({self.model.failure}): build the model again and load "
+                f"the last checkpoint"
+            ) from self.model.failure
         return self.model
 
     def _norm(self) -> float:
@@ -204,7 +210,11 @@ class AdamW(torch.optim.Optimizer):
             found.sort(key=lambda s: s.start)
         work = [(g, _arrays(g, model.grads[g.index].dtype)) for g in model.groups if segments.get(g.index)]
 
+        begun = False
+
         def update(chunk: pipeline.Chunk, tensors: dict[str, torch.Tensor]) -> None:
+            nonlocal begun
+            begun = True
             kernels.adamw(
                 _within(segments[chunk.group.index], chunk.start, chunk.stop),
                 master=tensors["master"] if "master" in tensors else tensors["param"],
@@ -215,12 +225,17 @@ class AdamW(torch.optim.Optimizer):
                 param_out=tensors["param"] if "master" in tensors else None,
             )
 
-        pipeline.run(model.runtime.store, model.runtime.meter, work, update)
-        self._steps = steps
-        model.changed()
-        with torch._C.DisableTorchFunctionSubclass():
-            for home in touched:
-                torch.autograd.graph.increment_version(home.param)
+        with uninterrupted():  # Ctrl-C waits: a step happens as a whole
+            try:
+                pipeline.run(model.runtime.store, model.runtime.meter, work, update)
+            except BaseException as error:
+                model.failure = error if begun else None
+                raise
+            self._steps = steps
+            model.changed()
+            with torch._C.DisableTorchFunctionSubclass():
+                for home in touched:
+                    torch.autograd.graph.increment_version(home.param)
 
 
 def _arrays(group: ParamGroup, grad_dtype: torch.dtype) -> list[pipeline.Array]:

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from tiered.device.memory import Memory, page_ceil
-from tiered.device.ticket import Finished, Ticket
+from tiered.device.ticket import Finished, Ticket, settled
 from tiered.errors import UsageError
 from tiered.io.swapfile import Extent, SwapSpace
 from tiered.stats import Meter
@@ -243,11 +243,12 @@ class TieredStore:
     def _settle(self, block: Block) -> None:
         """Wait until nothing of the block is in flight; raises its first failure."""
         if block.ticket is not None:
-            ticket, block.ticket = block.ticket, None
             flushing = block.state is BlockState.FLUSHING
+            with self._meter.stalled("write-back" if flushing else "fetch"):
+                settled(block.ticket)
+            ticket, block.ticket = block.ticket, None
             try:
-                with self._meter.stalled("write-back" if flushing else "fetch"):
-                    ticket.wait()
+                ticket.wait()
             except BaseException as error:
                 self._fail(block, error)  # the ticket's own note may come a moment later
                 raise

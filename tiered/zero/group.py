@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from tiered.device.memory import Memory, page_ceil
-from tiered.device.ticket import Finished, Ticket, chain
+from tiered.device.ticket import Finished, Ticket, chain, settled
 from tiered.schedule.trace import Phase
 from tiered.store.block import Block, BlockKey
 from tiered.store.tier import Tier
@@ -68,6 +68,7 @@ class ParamGroup:
         self.dtype = torch.float32
         self.nbytes = 0
         self.edited = False
+        self.revision = 0  # grows whenever the truth changes
         self._state = GroupState.SHARDED
         self._pins = 0
         self._held = False
@@ -135,8 +136,7 @@ class ParamGroup:
             self.buffer.commit()
             self._ticket = self._start()
         except BaseException:
-            self.runtime.device.release(self.buffer)
-            self.runtime.budget.refund(self.nbytes)
+            self._give_back()
             raise
         self._move(GroupState.GATHERING)
 
@@ -144,18 +144,18 @@ class ParamGroup:
         """Return when the group is gathered; raises what gathering raised, and the group is sharded again."""
         if self._ticket is None:
             return
-        (ticket, staging), self._ticket = self._ticket, None
+        ticket, staging = self._ticket
+        if not ticket.done():
+            with self.runtime.meter.stalled("fetch"):
+                settled(ticket)
+        self._ticket = None
+        if staging is not None:
+            self.runtime.store.unstage(staging)
         try:
-            if not ticket.done():
-                with self.runtime.meter.stalled("fetch"):
-                    ticket.wait()
             ticket.wait()
         except BaseException:
             self._away()
             raise
-        finally:
-            if staging is not None:
-                self.runtime.store.unstage(staging)
         self._move(GroupState.UNSHARDED)
 
     def poll(self) -> bool:
@@ -227,6 +227,7 @@ class ParamGroup:
             return
         self.wait()
         self.edited = self.buffer.exported()  # a view that is still out may edit again
+        self.revision += 1
         store, block = self.runtime.store, self.blocks["param"]
         flat = self.buffer.view(self.dtype).detach()
         if not self.runtime.device.in_place:
@@ -242,6 +243,7 @@ class ParamGroup:
     def refresh(self) -> None:
         """The truth has changed, so a copy of it on the device is stale: let it go, or gather it anew where it must
         stay (sticky, or viewed from outside). Where the buffer is the truth's own memory there is nothing to do."""
+        self.revision += 1
         if self.runtime.in_place or not self.present:
             return
         self.wait()
@@ -271,6 +273,7 @@ class ParamGroup:
             part = value.detach().to("cpu", dtype).reshape(-1)[start - slot.start : stop - slot.start].contiguous()
             offset = (start - self.runtime.ranks.rank * self.spec.shard_numel) * dtype.itemsize
             self.runtime.store.patch(self.blocks[kind], part.view(torch.uint8), offset)
+        self.revision += 1
 
     def lies_in_memory(self, kind: str) -> bool:
         """One kind's shard can be computed on where it is: its block is in host memory, or it is the present buffer."""
@@ -342,10 +345,13 @@ class ParamGroup:
             store.patch(block, torch.where(same, master, part.float()).view(torch.uint8), start * 4)
 
     def _away(self) -> None:
+        self._give_back()
+        self._move(GroupState.SHARDED)
+
+    def _give_back(self) -> None:
         if not self.buffer.exported():
             self.runtime.device.release(self.buffer)
         self.runtime.budget.refund(self.nbytes)
-        self._move(GroupState.SHARDED)
 
     def _move(self, state: GroupState) -> None:
         if (self._state, state) not in _LEGAL:

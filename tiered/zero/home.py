@@ -37,7 +37,7 @@ class ParamHome:
         self.grads: GroupGrads = model.grads[group.index]
         self.model = model
         self._hook: torch.utils.hooks.RemovableHandle | None = None
-        self._last_export: tuple[weakref.ref[torch.Tensor], int] | None = None
+        self._last_export: tuple[weakref.ref[torch.Tensor], int, int] | None = None
 
     @property
     def param(self) -> nn.Parameter:
@@ -58,7 +58,6 @@ class ParamHome:
 
     def note_write(self) -> None:
         self.group.edited = True
-        self._last_export = None
 
     def exported(self) -> torch.Tensor:
         self.group.absorb()
@@ -92,24 +91,20 @@ class ParamHome:
 
     def state(self) -> torch.Tensor:
         """The full value for a state_dict; a tied parameter saved under two names is one tensor, as in torch."""
+        self.group.absorb()
         if self._last_export is not None:
-            tensor = self._last_export[0]()
-            if tensor is not None and tensor._version == self._last_export[1] and not self.group.edited:
+            tensor, revision = self._last_export[0](), self._last_export[1:]
+            if tensor is not None and revision == (tensor._version, self.group.revision):
                 return tensor
         tensor = self.exported()
-        self._last_export = (weakref.ref(tensor), tensor._version)
+        self._last_export = (weakref.ref(tensor), tensor._version, self.group.revision)
         return tensor
 
     def load_master(self, value: torch.Tensor) -> None:
         """Give the fp32 master the loaded value in full precision; the parameter has its rounded form already."""
-        self._last_export = None
         self.group.absorb()
         if "master" in self.group.blocks:
             self.group.set_values(self.slot, "master", value)
-
-    def forget_export(self) -> None:
-        """The values have changed since they were last exported."""
-        self._last_export = None
 
     def release(self) -> None:
         """Stop watching for gradients."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -42,6 +43,7 @@ class Nursery:
         self._parked = 0  # values on the drive, and
         self._named = 0  # the number of the last block
         self._watching = False
+        self._orphans: list[Parked] = []
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -57,6 +59,7 @@ class Nursery:
 
     def used(self, parked: Parked) -> None:
         """`parked` is resident and was touched now; others go where that is too much."""
+        self._bury()
         if id(parked) not in self._resident:
             self._bytes += parked.nbytes
         self._resident[id(parked)] = parked
@@ -70,6 +73,10 @@ class Nursery:
                 if self._freed >= _TRIM_EVERY_BYTES:
                     self._freed = 0
                     give_back_freed()
+
+    def orphaned(self, parked: Parked) -> None:
+        """The parameter of `parked` has been collected, at any moment: see to it at the next call."""
+        self._orphans.append(parked)
 
     def gone(self, parked: Parked) -> None:
         """`parked` is not resident any more, or has left for its group."""
@@ -86,12 +93,19 @@ class Nursery:
         """Give a block up; the drive is given back with the last one."""
         self._store.remove(block)
         self._parked -= 1
+        self._bury()
         self._close_if_empty()
 
     @property
     def store(self) -> TieredStore:
         """Where parked values go."""
         return self._store
+
+    def _bury(self) -> None:
+        while self._orphans:
+            orphan = self._orphans.pop()
+            self.gone(orphan)
+            orphan.remove()
 
     def _close_if_empty(self) -> None:
         if not self._parked and not self._watching:
@@ -111,11 +125,20 @@ class Parked:
     def __init__(self, name: str, param: nn.Parameter, nursery: Nursery) -> None:
         self.name = name
         self.nbytes = param.untyped_storage().nbytes()
-        self._param = param
+        self._owner = weakref.ref(param)  # a parameter that is replaced, as by tying, takes its values with it
         self._nursery = nursery
         self._block: Block | None = None
         self._away = False
         self._plain_users = _users(param)
+        self._orphan = weakref.finalize(param, nursery.orphaned, self)
+        self._orphan.atexit = False
+
+    @property
+    def _param(self) -> nn.Parameter:
+        param = self._owner()
+        if param is None:
+            raise RuntimeError(f"parameter '{self.name}' is gone")
+        return param
 
     def park(self) -> bool:
         """Move the values to the drive. False where something else views them: then nothing happens."""
@@ -142,10 +165,15 @@ class Parked:
     def forget(self) -> None:
         """The values have been copied to where they are going to live."""
         unguard(self._param)
+        self._orphan.detach()
         self._nursery.gone(self)
+        self.remove()
+
+    def remove(self) -> None:
+        """Give up the values on the drive."""
         if self._block is not None:
-            self._nursery.remove(self._block)
-            self._block = None
+            block, self._block = self._block, None
+            self._nursery.remove(block)
 
     # --- what the guard asks ---
 

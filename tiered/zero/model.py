@@ -18,7 +18,7 @@ from torch import nn
 
 from tiered.config import Config, format_size
 from tiered.device.host import available_bytes
-from tiered.errors import BudgetError, UsageError
+from tiered.errors import BudgetError, TieredError, UsageError
 from tiered.schedule.execute import Executor
 from tiered.schedule.trace import Phase
 from tiered.store.block import BlockKey
@@ -52,6 +52,7 @@ class ShardedModel:
         self.units: list[Unit] = []
         self.reserve = reserve
         self.closed = False
+        self.failure: BaseException | None = None  # of a step that could not be completed: the states are torn
         self._class = type(module)
         self._reducing: int | None = None  # the backward whose end is being waited for
         budget = runtime.budget  # what never moves is charged already
@@ -102,8 +103,6 @@ class ShardedModel:
         """The truth of every group has changed: stale copies go, saved graphs are marked as torch marks them."""
         for group in self.groups:
             group.refresh()
-        for home in self.homes:
-            home.forget_export()
 
     # --- scopes ---
 
@@ -123,8 +122,6 @@ class ShardedModel:
                     group.edited = True
         for group in groups:
             group.absorb()
-        for home in self.homes:
-            home.forget_export()
         if any(edited) and not modify:
             names = [g.name for g, changed in zip(groups, edited, strict=True) if changed]
             raise UsageError(f"parameters of {names} were edited inside gather(): use gather(..., modify=True) to edit")
@@ -157,7 +154,8 @@ class ShardedModel:
         """Back to a plain module; see `tiered.close`."""
         if self.closed:
             return
-        self.drain()
+        if keep_weights:
+            self.drain()
         need = sum(g.spec.numel * g.dtype.itemsize for g in self.groups if g.nbytes)
         if keep_weights and need > available_bytes():
             raise BudgetError(
@@ -165,9 +163,9 @@ class ShardedModel:
                 f"{format_size(available_bytes())} is available: save what you need, then call "
                 "tiered.close(model, keep_weights=False)"
             )
+        values = [home.exported() if keep_weights else _on_meta(home) for home in self.homes]
         self.closed = True
-        for home in self.homes:
-            value = home.exported() if keep_weights else torch.empty(home.slot.shape, dtype=home.dtype, device="meta")
+        for home, value in zip(self.homes, values, strict=True):
             self._free(home, value)
         self._restore_modules()
         self.release()
@@ -203,6 +201,10 @@ class ShardedModel:
         self.module.__dict__.pop(MODEL_ATTRIBUTE, None)
 
 
+def _on_meta(home: ParamHome) -> torch.Tensor:
+    return torch.empty(home.slot.shape, dtype=home.dtype, device="meta")
+
+
 def _replace_with_meta(root: nn.Module, param: nn.Parameter, value: torch.Tensor) -> None:
     """A parameter's data cannot change device in place, so every module that holds it gets one new meta Parameter."""
     new = nn.Parameter(value, requires_grad=param.requires_grad)
@@ -224,7 +226,7 @@ class ShardedModule(nn.Module):
             return
         try:
             model.close(keep_weights=True)
-        except BudgetError:
+        except TieredError:
             if kind is None:
                 raise
             model.close(keep_weights=False)  # the error on its way out matters more
