@@ -142,8 +142,8 @@ class Parked:
 
     def park(self) -> bool:
         """Move the values to the drive. False where something else views them: then nothing happens."""
-        param, store = self._param, self._nursery.store
-        if type(param) is not nn.Parameter or _users(param) > self._plain_users:
+        param, store = self._owner(), self._nursery.store
+        if param is None or type(param) is not nn.Parameter or _users(param) > self._plain_users:
             return False
         if self._block is None:
             self._block = self._nursery.block(self.nbytes)
