@@ -10,6 +10,7 @@ Leaves to `parity.harness` how a model is trained and where its bytes live.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -316,6 +317,7 @@ class Case:
 
 
 GPT = Case("gpt", Gpt, token_batch)
+SHORT_GPT = Case("short_gpt", partial(Gpt, 4), token_batch)
 MOE = Case("moe", MixtureOfExperts, token_batch)
 ADAPTED = Case("adapted", Adapted, token_batch)
 SIAMESE = Case("siamese", Siamese, pair_batch)

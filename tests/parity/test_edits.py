@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import GPT
+from models import GPT, SHORT_GPT
 from parity.harness import Placement, Session, agree, copied, same, tiered_session
 from torch import Tensor, nn
 
@@ -66,14 +66,14 @@ def edited(session: Session, edit: Callable[[nn.Parameter], Any]) -> Any:
 def test_an_edit_of_a_parameter_reaches_forward_optimizer_and_file(
     edit: Callable[[nn.Parameter], Any], placement: Placement, swap: Path
 ) -> None:
-    agree(partial(edited, edit=edit), GPT, placement, swap)
+    agree(partial(edited, edit=edit), SHORT_GPT, placement, swap)
 
 
 @pytest.mark.parametrize("edit", UNUSUAL_EDITS.values(), ids=UNUSUAL_EDITS)
 def test_an_unusual_edit_of_a_parameter_reaches_everything_or_is_refused_by_name(
     edit: Callable[[nn.Parameter], Any], placement: Placement, swap: Path
 ) -> None:
-    agree(partial(edited, edit=edit), GPT, placement, swap, refusable=True)
+    agree(partial(edited, edit=edit), SHORT_GPT, placement, swap, refusable=True)
 
 
 def test_module_level_initialisation_after_sharding_is_real(placement: Placement, swap: Path) -> None:

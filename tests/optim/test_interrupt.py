@@ -1,0 +1,113 @@
+"""Ctrl-C during a step: the step is whole, then the interrupt is delivered; a second one passes at once."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tiered
+from tiered.optim import pipeline
+from tiered.optim.interrupt import uninterrupted
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_inside_comes_after_the_block() -> None:
+    reached = []
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        interrupt()
+        reached.append(True)
+    assert reached
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_interrupt_passes_at_once() -> None:
+    reached = []
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        interrupt()
+        interrupt()
+        reached.append(True)
+    assert not reached
+
+
+def test_without_an_interrupt_and_in_other_threads_nothing_changes() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with uninterrupted():
+        pass
+    errors: list[BaseException] = []
+
+    def elsewhere() -> None:
+        try:
+            with uninterrupted():
+                pass
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert not errors
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_step_interrupted_half_way_is_taken_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def train(hit: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        config = tiered.Config(
+            device="cpu", host_budget="1MiB", nvme=tmp_path, param_tier="nvme", optimizer_tier="nvme"
+        )
+        with tiered.shard(model, config):
+            optimizer = tiered.AdamW(model.parameters(), lr=1e-2)
+            model(torch.ones(2, 64)).sum().backward()
+            if hit:
+                run = pipeline.run
+
+                def struck(store: object, meter: object, groups: object, update: pipeline.Update) -> None:
+                    def update_and_strike(chunk: pipeline.Chunk, tensors: dict[str, torch.Tensor]) -> None:
+                        update(chunk, tensors)
+                        if chunk.group.index == 1:
+                            interrupt()
+
+                    run(store, meter, groups, update_and_strike)  # type: ignore[arg-type]
+
+                monkeypatch.setattr(pipeline, "run", struck)
+                with pytest.raises(KeyboardInterrupt):
+                    optimizer.step()
+                monkeypatch.undo()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            return {name: value.clone() for name, value in model.state_dict().items()}
+
+    torch.testing.assert_close(train(True), train(False), rtol=0, atol=0)
+
+
+def test_a_step_that_fails_half_way_is_named_by_every_later_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    with tiered.shard(model, tiered.Config(device="cpu", host_budget="1MiB")):
+        optimizer = tiered.AdamW(model.parameters(), lr=1e-2)
+        model(torch.ones(2, 8)).sum().backward()
+        run = pipeline.run
+
+        def failing(store: object, meter: object, groups: object, update: pipeline.Update) -> None:
+            def once(chunk: pipeline.Chunk, tensors: dict[str, torch.Tensor]) -> None:
+                update(chunk, tensors)
+                raise OSError(5, "the drive is gone")
+
+            run(store, meter, groups, once)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(pipeline, "run", failing)
+        with pytest.raises(OSError, match="drive is gone"):
+            optimizer.step()
+        monkeypatch.undo()
+        with pytest.raises(tiered.UsageError, match="failed half way .*drive is gone"):
+            optimizer.step()
