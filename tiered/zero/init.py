@@ -52,6 +52,9 @@ class Nursery:
         handle = register_module_parameter_registration_hook(lambda module, name, param: self._register(name, param))
         try:
             yield
+        except BaseException:
+            self._store.close()  # what was built is not going to be used: its values go with the drive
+            raise
         finally:
             handle.remove()
             self._watching = False
