@@ -14,7 +14,7 @@ import torch
 from faults.program import Chain, chain, config, steps
 
 import tiered
-from tiered.errors import CorruptDataError, StorageError
+from tiered.errors import CorruptDataError, StorageError, TieredError
 from tiered.store.block import Block
 from tiered.zero.model import MODEL_ATTRIBUTE
 
@@ -71,7 +71,7 @@ def test_a_flipped_byte_stops_training_with_file_and_offset_and_is_never_trained
         assert caught.value.filename == file
         assert tiered.stats(model).steps == 2
         for _ in range(2):  # and it stays an error, whatever is tried
-            with pytest.raises(StorageError, match=f"{kind} of group 4"):
+            with pytest.raises(TieredError, match=f"{kind} of group 4"):
                 steps(model, optimizer, 1)
         assert tiered.stats(model).steps == 2
         if kind != "param":  # the weights themselves are whole
@@ -94,7 +94,7 @@ def test_a_flipped_byte_of_an_evicted_gradient_stops_the_step_and_stays_an_error
         assert block.memory is None, "the gradient is not on the drive"
         flip(swap, block, 99)
         for call in (optimizer.step, optimizer.step, optimizer.zero_grad):
-            with pytest.raises(StorageError, match="grad of group 5"):
+            with pytest.raises(TieredError, match="grad of group 5"):
                 call()
         assert tiered.stats(model).steps == 2
     finally:

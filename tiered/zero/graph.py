@@ -6,8 +6,8 @@ and views it again. So a group may go at any moment after its forward, backward 
 saved view never counts as a user's view.
 
 Invariants:
-1. Tensors that are no group's pass through unchanged, to the hooks that were active before (checkpointing uses such
-   hooks) or to none.
+1. Tensors that are no group's pass through unchanged, checked for edits in between as torch does, to the hooks that
+   were active before (checkpointing uses such hooks) or to none.
 2. What `unpack` returns views the buffer, so the group stays while the backward node that asked still uses it.
 """
 
@@ -22,12 +22,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tiered.errors import UsageError
+
 
 class Owner(Protocol):
     """A group as the graph sees it."""
 
     def storage_for_backward(self) -> torch.UntypedStorage:
         """The group's storage, its values present."""
+
+    def version_at(self, offset: int) -> int:
+        """The version counter of the parameter that has the storage's element `offset`."""
 
 
 # by the address of the storage object; weak, so that a model nobody closed can still be collected
@@ -62,6 +67,15 @@ class _Note:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    version: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Kept:
+    """A tensor that is no group's, and its version: torch itself checks none where hooks are active."""
+
+    tensor: Tensor
+    version: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,17 +93,32 @@ class _Pack:
     def __call__(self, tensor: Tensor) -> Any:
         owner = _owners.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
         if owner is not None:
-            return _Note(owner, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            offset = int(tensor.storage_offset())
+            return _Note(owner, tensor.dtype, tensor.size(), tensor.stride(), offset, owner.version_at(offset))
         if self._outer is not None:
             return _Foreign(self._outer[0](tensor), self._outer[1])
         # a node that keeps its own output would be a cycle that nobody can collect; autograd attaches the graph again
-        return tensor.detach() if tensor.grad_fn is not None else tensor
+        return _Kept(tensor.detach() if tensor.grad_fn is not None else tensor, tensor._version)
 
 
 def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, _Kept):
+        _check_version(packed.tensor._version, packed.version, packed.tensor.size())
+        return packed.tensor
     if isinstance(packed, _Note):
+        _check_version(packed.owner.version_at(packed.offset), packed.version, packed.size)
         storage = packed.owner.storage_for_backward()
         return torch.empty(0, dtype=packed.dtype).set_(storage, packed.offset, packed.size, packed.stride)
     if isinstance(packed, _Foreign):
         return packed.unpack(packed.packed)
-    return packed  # type: ignore[no-any-return]
+    raise RuntimeError(f"backward asked for {packed!r}, which was not packed here")
+
+
+def _check_version(now: int, then: int, size: torch.Size) -> None:
+    """torch's own check, in its words: what backward needs must be what forward saw."""
+    if now != then:
+        raise UsageError(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: tensor "
+            f"of shape {list(size)} is at version {now}; expected version {then} instead. An optimizer step, or an "
+            f"edit, came between its forward and this backward: run the forward again"
+        )

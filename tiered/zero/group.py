@@ -16,6 +16,7 @@ Leaves to whom: when to fetch and drop is the executor's; gradients are `zero.gr
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import enum
 from collections.abc import Iterator
@@ -218,6 +219,12 @@ class ParamGroup:
         if self.nbytes and self.executor is not None:
             self.executor.touch(self, Phase.BACKWARD)
         return self.buffer.bytes.untyped_storage()
+
+    def version_at(self, offset: int) -> int:
+        """The version counter of the parameter at element `offset` of the buffer."""
+        position = bisect.bisect_right(self.spec.slots, offset, key=lambda slot: slot.start) - 1
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.params[position]._version
 
     # --- the truth ---
 

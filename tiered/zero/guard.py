@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,6 @@ _METADATA: set[Any] = {torch.is_floating_point, torch.is_complex, torch.numel} |
 _REQUIRES_GRAD: set[Any] = {Tensor.requires_grad.__set__, Tensor.requires_grad_}  # type: ignore[attr-defined]
 _REFUSED: dict[Any, str] = {
     Tensor.data.__set__: "assigning .data",  # type: ignore[attr-defined]
-    Tensor.set_: "set_()",
     Tensor.resize_: "resize_()",
     Tensor.untyped_storage: "taking the storage",
     Tensor.storage: "taking the storage",
@@ -92,11 +91,13 @@ class GuardedParameter(nn.Parameter):
             home_of(args[0]).trainable()
             return result
         if func in _REFUSED:
-            raise UsageError(
-                f"{_REFUSED[func]} of the sharded parameter '{home_of(guarded[0]).name}' is not supported: edit its "
-                f"values inside `with tiered.gather(parameter, modify=True)`, or call tiered.close(model) first"
-            )
+            _refuse(guarded[0], _REFUSED[func])
+        if func is torch.autograd.grad:  # takes parameters by identity: their values need not be here
+            return func(*_as_edges(args), **dict(zip(kwargs, _as_edges(tuple(kwargs.values())), strict=True)))
         return _fault(func, args, kwargs, guarded)
+
+    def set_(self, *_: Any, **__: Any) -> NoReturn:  # torch asks no __torch_function__ for this one
+        _refuse(self, "set_()")
 
     @property
     def grad(self) -> Tensor | None:
@@ -144,6 +145,25 @@ def guard(param: nn.Parameter) -> None:
 def unguard(param: nn.Parameter) -> None:
     """The values are present and stay until the next `guard`."""
     param.__class__ = nn.Parameter
+
+
+def _refuse(param: GuardedParameter, what: str) -> NoReturn:
+    raise UsageError(
+        f"{what} of the sharded parameter '{home_of(param).name}' is not supported: edit its values inside "
+        f"`with tiered.gather(parameter, modify=True)`, or call tiered.close(model) first"
+    )
+
+
+def _as_edges(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`values` with each guarded parameter replaced by its place in the graph; looks into lists and tuples."""
+
+    def edge(value: Any) -> Any:
+        if isinstance(value, GuardedParameter):
+            with torch._C.DisableTorchFunctionSubclass():
+                return torch.autograd.graph.get_gradient_edge(value)
+        return type(value)(map(edge, value)) if type(value) in (list, tuple) else value
+
+    return tuple(map(edge, values))
 
 
 def _guarded(values: Any) -> Iterator[GuardedParameter]:

@@ -82,8 +82,8 @@ class ShardedModel:
         store = self.runtime.store
         if all(kind in group.blocks for kind in ("grad", *STATE_KINDS)):
             return
-        need = group.spec.shard_numel * (8 + self.grads[group.index].dtype.itemsize)
-        roomy = need <= store.host.free - self.reserve
+        need = group.spec.shard_numel * (12 + self.grads[group.index].dtype.itemsize)
+        roomy = self.config.optimizer_tier != "nvme" and need <= store.host.free - self.reserve
         tier = Tier.HOST if roomy or not self.config.directories else Tier.NVME
         self.create_states(group, dict.fromkeys(("grad", *STATE_KINDS), tier))
         if group.dtype != torch.float32 and "master" not in group.blocks:
