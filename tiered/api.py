@@ -7,6 +7,7 @@ memory) are acquired last, after everything that can be checked has been, and re
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -104,7 +105,8 @@ def close(model: nn.Module, *, keep_weights: bool = True) -> None:
 def gather(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool = False) -> Iterator[None]:
     """Full values of a module's parameters (or of the parameters given) inside; plain Parameters, any torch code works.
 
-    modify: edits reach every copy of the values, on every rank (those of rank 0). Without it an edit is an error.
+    modify: edits reach every copy of the values, on every rank (those of rank 0). Without it an edit is kept, and
+    named as an error at the end.
     Raises BudgetError where the parameters do not fit the device budget at once: gather fewer.
     """
     params: list[torch.Tensor]
@@ -161,7 +163,9 @@ def _check_config(config: Any) -> None:
 
 
 def _host_limit(config: Config) -> int:
-    return config.host_budget if isinstance(config.host_budget, int) else int(available_bytes() * _HOST_SHARE)
+    if isinstance(config.host_budget, int):
+        return config.host_budget
+    return int(available_bytes() * _HOST_SHARE / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # torchrun's ranks here
 
 
 def _open_space(config: Config, rank: int) -> SwapSpace:

@@ -2,7 +2,7 @@
 
 Owns the spelling and the range of every setting. Invariants:
 1. A `Config` that exists is self-consistent; sizes are whole bytes, directories are absolute paths.
-2. Nothing here looks at a model or a machine: whether budgets suffice for a model is `store.placement`'s question.
+2. Nothing here looks at a model or a machine: whether budgets suffice for a model is `zero.placing`'s question.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Config:
         None: four fifths of the memory that is available (cgroup limits respected).
     nvme: directory or directories for swap files; None: nothing goes to a drive.
     param_tier, optimizer_tier: "device", "host", "nvme", or "auto": the fastest tier first within the budgets, what
-        does not fit goes down, group by group.
+        does not fit goes down, group by group. optimizer_tier="device" is the host where the device is the CPU.
     stage: ZeRO stage; 3 partitions parameters, gradients and optimizer states.
     groups: module classes whose instances are each gathered as one group; None: elements of ModuleList and
         Sequential, large single layers, and the rest.

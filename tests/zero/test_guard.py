@@ -22,7 +22,7 @@ class CountingHome:
         self.gradient: Tensor | None = None
 
     @contextlib.contextmanager
-    def opened(self, write: bool) -> Iterator[None]:
+    def opened(self) -> Iterator[None]:
         self.opens += 1
         yield
 

@@ -18,10 +18,17 @@ def available_bytes() -> int:
     available = int(psutil.virtual_memory().available)
     for limit, usage in _LIMITS:
         try:
-            available = min(available, int(limit.read_text()) - int(usage.read_text()))
+            used = int(usage.read_text()) - _reclaimable(usage.with_name("memory.stat"))
+            available = min(available, int(limit.read_text()) - used)
         except (OSError, ValueError):  # no such cgroup file, or "max"
             continue
     return max(available, 0)
+
+
+def _reclaimable(stat: Path) -> int:
+    """Page cache that a cgroup counts as used and gives up on demand."""
+    fields = dict(line.split() for line in stat.read_text().splitlines())
+    return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
 
 
 def give_back_freed() -> None:

@@ -10,6 +10,7 @@ Invariants:
    exists to prevent, and the range is then without access rights, so it cannot pass unnoticed.
 3. `exported()` is true exactly while a tensor outside the sealed set shares the storage: such memory must not be
    decommitted, and `decommit` refuses.
+4. Pages do not go while a transfer registered with `busy` uses them: `decommit` waits for it.
 Leaves to whom: what may be committed when (budgets) is the store's and the schedule's.
 """
 
@@ -21,6 +22,8 @@ import os
 import weakref
 
 import torch
+
+from tiered.device.ticket import Ticket, settled
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -57,6 +60,7 @@ class Memory:
         if self._span >= _HUGE_FROM_BYTES:
             _libc.madvise(address, self._span, _MADV_HUGEPAGE)
         self.committed = False
+        self._transfers: list[Ticket] = []
         self.bytes: torch.Tensor = torch.frombuffer(view, dtype=torch.uint8)[:nbytes]  # (nbytes,) uint8
         self._sealed = self._users()
         if committed:
@@ -74,8 +78,17 @@ class Memory:
                 raise MemoryError(f"cannot commit {self.nbytes} bytes: {os.strerror(ctypes.get_errno())}")
             self.committed = True
 
+    def busy(self, ticket: Ticket) -> Ticket:
+        """Register a transfer that uses the memory until it is done; returns it."""
+        self._transfers = [t for t in self._transfers if not t.done()]
+        self._transfers.append(ticket)
+        return ticket
+
     def decommit(self) -> None:
-        """Return the pages to the system; the contents are gone."""
+        """Return the pages to the system; the contents are gone. Waits for registered transfers."""
+        while self._transfers:
+            settled(self._transfers[-1])
+            self._transfers.pop()
         if self.exported():
             raise RuntimeError(f"{self.nbytes} bytes of memory are still viewed by a tensor")
         if self.committed:

@@ -6,6 +6,7 @@ on failure too, perhaps on the thread that finished the work.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Protocol
@@ -74,11 +75,8 @@ class Finished:
 
 def settled(ticket: Ticket) -> None:
     """Wait until `ticket` is done, whether it succeeded or failed. An interrupt (Ctrl-C) passes, and it is not done."""
-    try:
+    with contextlib.suppress(Exception):
         ticket.wait()
-    except BaseException:
-        if not ticket.done():
-            raise
 
 
 def chain(first: Ticket, then: Callable[[], Ticket]) -> Ticket:

@@ -28,9 +28,7 @@ from tiered.optim.state import export_state, import_state
 from tiered.zero.group import ParamGroup
 from tiered.zero.guard import home_of, is_sharded
 from tiered.zero.home import ParamHome
-from tiered.zero.model import ShardedModel
-
-_KINDS = ("exp_avg", "exp_avg_sq")
+from tiered.zero.model import STATE_KINDS, ShardedModel
 
 
 class AdamW(torch.optim.Optimizer):
@@ -136,17 +134,15 @@ class AdamW(torch.optim.Optimizer):
             super().zero_grad(set_to_none)
             return
         for home in self._homes.values():
-            if set_to_none:
-                home.set_grad(None)
-        if not set_to_none:
-            for index in sorted({home.group.index for home in self._homes.values()}):
-                self.model.grads[index].zero()
+            home.clear_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """torch.optim.AdamW's state dict: full fp32 moments and the step of every parameter that has been updated."""
         self._open_model("state_dict()")
         packed = super().state_dict()
         packed["state"] = export_state(self.param_groups, self._homes, self._steps)
+        if self._scaler is not None:
+            packed["loss_scaler"] = dataclasses.asdict(self._scaler)
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -155,6 +151,8 @@ class AdamW(torch.optim.Optimizer):
         steps = import_state(self.param_groups, self._homes, state_dict)
         super().load_state_dict({**state_dict, "state": {}})
         self._steps = steps
+        if self._scaler is not None and "loss_scaler" in state_dict:
+            self._scaler = LossScaler(**state_dict["loss_scaler"])
 
     # --- loss scaling ---
 
@@ -215,8 +213,13 @@ class AdamW(torch.optim.Optimizer):
         def update(chunk: pipeline.Chunk, tensors: dict[str, torch.Tensor]) -> None:
             nonlocal begun
             begun = True
+            mine = _within(segments[chunk.group.index], chunk.start, chunk.stop)
+            for segment in mine:
+                if segment.step == 1:  # the moments may be of another optimizer, or of before a load
+                    for kind in STATE_KINDS:
+                        tensors[kind][segment.start : segment.stop].zero_()
             kernels.adamw(
-                _within(segments[chunk.group.index], chunk.start, chunk.stop),
+                mine,
                 master=tensors["master"] if "master" in tensors else tensors["param"],
                 exp_avg=tensors["exp_avg"],
                 exp_avg_sq=tensors["exp_avg_sq"],
@@ -240,11 +243,11 @@ class AdamW(torch.optim.Optimizer):
 
 def _arrays(group: ParamGroup, grad_dtype: torch.dtype) -> list[pipeline.Array]:
     has_master = "master" in group.blocks
-    arrays = [pipeline.Array("param", group.dtype, read=True, write=True)]
+    arrays = [pipeline.Array("param", group.dtype, write=True)]
     if has_master:
-        arrays.append(pipeline.Array("master", torch.float32, read=True, write=True))
-    arrays += [pipeline.Array(kind, torch.float32, read=True, write=True) for kind in _KINDS]
-    return [*arrays, pipeline.Array("grad", grad_dtype, read=True, write=False)]
+        arrays.append(pipeline.Array("master", torch.float32, write=True))
+    arrays += [pipeline.Array(kind, torch.float32, write=True) for kind in STATE_KINDS]
+    return [*arrays, pipeline.Array("grad", grad_dtype, write=False)]
 
 
 def _segment(home: ParamHome, options: dict[str, Any], step: int) -> list[Segment]:

@@ -36,7 +36,6 @@ class Array:
 
     kind: str
     dtype: torch.dtype
-    read: bool
     write: bool
 
 
@@ -158,9 +157,8 @@ class _Slots:
             slot = _present(filled.slot)
             filled.places[array.kind] = end
             filled.tensors[array.kind] = slot.bytes[end : end + high - low].view(array.dtype)
-            if array.read:
-                block = chunk.group.blocks[array.kind]
-                filled.reads.append(self._store.read(block, slot, at=end, offset=low, nbytes=high - low))
+            block = chunk.group.blocks[array.kind]
+            filled.reads.append(self._store.read(block, slot, at=end, offset=low, nbytes=high - low))
             end += page_ceil(high - low)
         self._tickets += filled.reads
         return filled
@@ -184,11 +182,11 @@ class _Slots:
             elif block.home is Tier.NVME and not self._store.resident(block):
                 memory = chunk.group.memory_of(array.kind)  # a group that is present on the device
                 tickets.append(self._store.write(block, memory, at=low, offset=low, nbytes=high - low))
-        self._tickets = [t for t in self._tickets if not t.done()] + tickets
+        self._tickets += tickets
         filled.tensors.clear()
         if filled.slot is not None:
             self._writing.append((filled.slot, tickets))
-        self._raise_finished(tickets)
+        self._raise_finished()
 
     def finish(self) -> None:
         """Wait for every write; raises what one of them raised."""
@@ -202,16 +200,19 @@ class _Slots:
         for ticket in tickets:
             ticket.wait()
 
-    def _raise_finished(self, tickets: Sequence[Ticket]) -> None:
-        for ticket in tickets:
-            if ticket.done():
-                ticket.wait()
+    def _raise_finished(self) -> None:
+        """Forget what is over; raises what any of it raised, so that no failure goes unseen."""
+        finished = [t for t in self._tickets if t.done()]
+        for ticket in finished:
+            ticket.wait()
+        self._tickets = [t for t in self._tickets if t not in finished]
 
     def _slot_bytes(self, chunk: int) -> int:
+        """Bytes of a slot that takes any chunk even after every cached block has gone: taking slots may evict them."""
         most = 0
         for group, arrays in self._work:
             part = min(chunk, group.spec.shard_numel)
-            staged = [a for a in arrays if not group.lies_in_memory(a.kind)]
+            staged = [a for a in arrays if group.blocks[a.kind].home is Tier.NVME]
             most = max(most, sum(page_ceil(part * a.dtype.itemsize) for a in staged))
         return most
 

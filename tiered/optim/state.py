@@ -12,8 +12,7 @@ import torch
 
 from tiered.errors import UsageError
 from tiered.zero.home import ParamHome
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+from tiered.zero.model import STATE_KINDS
 
 
 def export_state(
@@ -24,7 +23,7 @@ def export_state(
     for position, param in _enumerate(param_groups):
         if steps.get(id(param)):
             home = homes[id(param)]
-            moments = {kind: home.group.values(home.slot, kind) for kind in _MOMENTS}
+            moments = {kind: home.group.values(home.slot, kind) for kind in STATE_KINDS}
             state[position] = {"step": torch.tensor(float(steps[id(param)])), **moments}
     return state
 
@@ -45,16 +44,18 @@ def import_state(
     params = dict(_enumerate(param_groups))
     for position, entry in found.items():
         home = homes[id(params[position])]
-        for kind in _MOMENTS if entry else ():
+        for kind in STATE_KINDS if entry else ():
             if kind not in entry or entry[kind].shape != home.slot.shape:
                 got = tuple(entry[kind].shape) if kind in entry else "nothing"
                 raise UsageError(f"{kind} of '{home.name}' has shape {got}, expected {tuple(home.slot.shape)}")
+        if entry and "step" not in entry:
+            raise UsageError(f"the state of '{home.name}' has no step count")
     steps: dict[int, int] = {}
     for position, entry in found.items():
         home = homes[id(params[position])]
         if entry:
             home.model.start_training(home.group)
-            for kind in _MOMENTS:
+            for kind in STATE_KINDS:
                 home.group.set_values(home.slot, kind, entry[kind])
             steps[id(params[position])] = int(entry["step"])
     return steps

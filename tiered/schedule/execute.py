@@ -12,6 +12,7 @@ Leaves to whom: what fetching means is the page's own business.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -92,6 +93,13 @@ class Executor:
     def poll(self) -> None:
         """Complete the fetches that have arrived, so that what carried them is given back."""
         self._coming -= {index for index in self._coming if self._pages[index].poll()}
+
+    def settle(self) -> None:
+        """Wait for what is fetched ahead, so that what carries it is given back; failures show when it is used."""
+        for index in self._coming:
+            with contextlib.suppress(Exception):
+                self._pages[index].wait()
+        self._coming.clear()
 
     # --- inside ---
 

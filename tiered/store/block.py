@@ -86,4 +86,7 @@ class Block:
     def check(self) -> None:
         """Raise the first cause if the block has failed."""
         if self._state is BlockState.FAILED:
-            raise StorageError(f"{self.key} was lost: {self.cause}") from self.cause
+            cause = self.cause
+            if isinstance(cause, StorageError):  # the same kind again, with its errno and file
+                raise type(cause)(cause.errno, f"{self.key} was lost: {cause.strerror}", cause.filename) from cause
+            raise StorageError(f"{self.key} was lost: {cause!r}") from cause

@@ -32,13 +32,18 @@ def place(demands: Sequence[Demand], free: dict[Tier, int]) -> dict[tuple[int, s
     """
     left = dict(free)
     homes: dict[tuple[int, str], Tier] = {}
-    for demand in demands:
+    for demand in sorted(demands, key=_freedom):
         fitting = [t for t in demand.tiers if t is Tier.NVME or demand.nbytes <= left.get(t, 0)]
         if not fitting:
             raise ConfigError(_too_small(demand, demands, free))
         homes[demand.group, demand.kind] = fitting[0]
         left[fitting[0]] = left.get(fitting[0], 0) - demand.nbytes
     return homes
+
+
+def _freedom(demand: Demand) -> int:
+    """How late a demand can be placed: what cannot go to a drive must find its room first, the least choice first."""
+    return len(Tier) if Tier.NVME in demand.tiers else len(demand.tiers)
 
 
 def _too_small(demand: Demand, demands: Sequence[Demand], free: dict[Tier, int]) -> str:

@@ -17,8 +17,10 @@ Not thread-safe: one thread (the one inside forward, backward or step) calls at 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -43,6 +45,8 @@ class TieredStore:
         self._space = space
         self._meter = meter
         self._blocks: dict[BlockKey, Block] = {}
+        self._failing = threading.Lock()
+        self.on_pressure: Callable[[], None] | None = None  # asked to give back staging that only carries hints
 
     # --- blocks ---
 
@@ -58,8 +62,7 @@ class TieredStore:
         else:
             block = Block(key, nbytes, home, None)
             if memory is None:
-                self._reserve(page_ceil(nbytes), str(key))
-                memory = Memory(nbytes, committed=True)
+                memory = self._take(nbytes, str(key))
             block.memory = memory
             block.move(BlockState.HOST)
         self._blocks[key] = block
@@ -67,7 +70,8 @@ class TieredStore:
 
     def remove(self, block: Block) -> None:
         """Give up a block and its space; nothing of it may be in flight outside."""
-        self._settle(block)
+        if block.state is not BlockState.FAILED:
+            self._settle(block)
         if block.memory is not None:
             self._drop(block)
         if block.extent is not None:
@@ -97,6 +101,15 @@ class TieredStore:
         block.pins -= 1
         block.dirty |= dirty and block.extent is not None
 
+    @contextlib.contextmanager
+    def pinned(self, block: Block, *, fresh: bool = False, dirty: bool = False) -> Iterator[Memory]:
+        """`acquire`, and `release` at the end of the block; `dirty`: the contents are changed inside."""
+        memory = self.acquire(block, fresh=fresh)
+        try:
+            yield memory
+        finally:
+            self.release(block, dirty=dirty)
+
     def resident(self, block: Block) -> bool:
         """True where the block's current contents are in host memory."""
         block.check()
@@ -107,6 +120,7 @@ class TieredStore:
 
         Memory that somebody outside still views is left to them, and the block gets other memory.
         """
+        block.check()
         if block.state is BlockState.NVME:
             return
         self._settle(block)
@@ -124,6 +138,7 @@ class TieredStore:
         """Copy `nbytes` (default: all from `offset`) of the block to `memory` from byte `at` on."""
         block.check()
         nbytes = block.nbytes - offset if nbytes is None else nbytes
+        _check_range(block, memory, at, offset, nbytes)
         if not nbytes:
             return Finished()
         if self.resident(block):
@@ -137,6 +152,7 @@ class TieredStore:
         """Copy `nbytes` (default: to the block's end) of `memory` from byte `at` on into the block at `offset`."""
         block.check()
         nbytes = block.nbytes - offset if nbytes is None else nbytes
+        _check_range(block, memory, at, offset, nbytes)
         if not nbytes:
             return Finished()
         if self.resident(block):
@@ -190,9 +206,9 @@ class TieredStore:
 
     def staging(self, nbytes: int, what: str) -> Memory:
         """Committed host memory for bytes on their way; give it back with `unstage`."""
-        self._reserve(page_ceil(nbytes), what)
+        memory = self._take(nbytes, what)
         self.staged += 1
-        return Memory(nbytes, committed=True)
+        return memory
 
     def unstage(self, memory: Memory) -> None:
         """Give back staging memory; no transfer may still use it. A view held elsewhere (a collective's worker lets
@@ -221,10 +237,18 @@ class TieredStore:
 
     # --- inside ---
 
+    def _take(self, nbytes: int, what: str) -> Memory:
+        """Charged and committed memory; where the system has none, nothing stays charged."""
+        self._reserve(page_ceil(nbytes), what)
+        try:
+            return Memory(nbytes, committed=True)
+        except BaseException:
+            self.host.refund(page_ceil(nbytes))
+            raise
+
     def _fetch(self, block: Block, fresh: bool) -> None:
         extent = _extent(block)
-        self._reserve(page_ceil(block.nbytes), str(block.key))
-        block.memory = Memory(block.nbytes, committed=True)
+        block.memory = self._take(block.nbytes, str(block.key))
         if fresh or extent.blank:
             block.move(BlockState.HOST)
             return
@@ -258,7 +282,8 @@ class TieredStore:
     def _drop(self, block: Block) -> None:
         memory = _memory(block)
         block.memory = None
-        block.move(BlockState.NVME)
+        if block.state is not BlockState.FAILED:
+            block.move(BlockState.NVME)
         if not memory.exported():
             memory.decommit()
         self.host.refund(page_ceil(block.nbytes))
@@ -267,11 +292,17 @@ class TieredStore:
         return [
             b
             for b in self._blocks.values()
-            if b.home is Tier.NVME and b.memory is not None and not b.pins and not b.memory.exported()
+            if b.home is Tier.NVME
+            and b.state is not BlockState.FAILED
+            and b.memory is not None
+            and not b.pins
+            and not b.memory.exported()
         ]
 
     def _reserve(self, nbytes: int, what: str) -> None:
         """Charge `nbytes`, evicting cached blocks of furthest next use where that is needed."""
+        if nbytes > self.host.free and self.on_pressure is not None:
+            self.on_pressure()
         if nbytes > self.host.free:
             cached = {b.key: b for b in self._evictable()}
             candidates = [Candidate(b.key, page_ceil(b.nbytes), b.next_use) for b in cached.values()]
@@ -291,24 +322,25 @@ class TieredStore:
         return self._space
 
     def _watched(self, block: Block, memory: Memory, ticket: Ticket) -> Ticket:
-        """`ticket`, whose failure fails the block, and which keeps `memory` mapped until it is done."""
-        owner = memory.bytes
+        """`ticket`, whose failure fails the block, and which keeps `memory` mapped and committed until it is done."""
+        owner: Memory | None = memory
 
         def note() -> None:
             nonlocal owner
-            del owner
+            owner = None
             try:
                 ticket.wait(0)
             except BaseException as error:
                 self._fail(block, error)
 
         ticket.add_done_callback(note)
-        return ticket
+        return memory.busy(ticket)
 
     def _fail(self, block: Block, error: BaseException) -> None:
-        if block.state is not BlockState.FAILED:
-            block.cause = error
-            block.move(BlockState.FAILED)
+        with self._failing:  # the thread that waits and the one that completes may both come
+            if block.state is not BlockState.FAILED:
+                block.cause = error
+                block.move(BlockState.FAILED)
 
 
 def _memory(block: Block) -> Memory:
@@ -321,6 +353,14 @@ def _extent(block: Block) -> Extent:
     if block.extent is None:
         raise RuntimeError(f"{block.key} has no extent")
     return block.extent
+
+
+def _check_range(block: Block, memory: Memory, at: int, offset: int, nbytes: int) -> None:
+    """A range past either end would be memory of somebody else: a fault of this program, never let through."""
+    if not (0 <= at <= at + nbytes <= memory.nbytes and 0 <= offset <= offset + nbytes <= block.nbytes):
+        raise RuntimeError(
+            f"{block.key}: bytes {offset}+{nbytes} of {block.nbytes} do not fit memory at {at} of {memory.nbytes}"
+        )
 
 
 def _quietly(ticket: Ticket) -> None:

@@ -120,13 +120,11 @@ def build(
     for group, plan in zip(groups, group_plans, strict=True):
         home = placement.homes[plan.index, "param"]
         group.settle_in(plan.dtype, home, sticky=plan.index in placement.sticky)
-        for kind in ("master", "grad", *STATE_KINDS):
-            if (plan.index, kind) in placement.homes:
-                nbytes = plan.sizes().shard[kind]
-                group.blocks[kind] = runtime.store.create(
-                    BlockKey(plan.index, kind), nbytes, placement.homes[plan.index, kind]
-                )
-                group.blocks[kind].next_use = plan.index
+        for kind, nbytes in plan.sizes().shard.items():
+            if kind != "param":
+                key = BlockKey(plan.index, kind)
+                group.blocks[kind] = runtime.store.create(key, nbytes, placement.homes[plan.index, kind])
+                group.blocks[kind].next_use = plan.index  # a step goes through the groups in order
     model = ShardedModel(module, config, runtime, groups, placement.reserve)
     model.grads = [
         GroupGrads(g, p.grad_dtype, accumulate, model.departures) for g, p in zip(groups, group_plans, strict=True)

@@ -2,8 +2,7 @@
 
 One process needs no process group: with one rank each collective is the identity.
 
-Invariant: collectives are issued in program order, the same on every rank; gradients are reduced on a group of their
-own, so that reductions and gathers cannot meet in the wrong order.
+Invariant: collectives are issued in program order, the same on every rank.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ class Ranks:
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor) -> None:
         """Fill `flat` (N x S elements) with every rank's `shard` (S elements), in rank order."""
-        if self.size == 1:
-            flat.copy_(shard)
-        else:
-            dist.all_gather(list(flat.chunk(self.size)), shard)
+        dist.all_gather(list(flat.chunk(self.size)), shard)
 
     def reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
         """The mean over ranks of this rank's slice of `flat` (N x S elements): S elements, in memory of its own or

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 
 from tiered.device.memory import Memory
-from tiered.device.ticket import Ticket
+from tiered.device.ticket import Ticket, settled
 from tiered.errors import UsageError
 from tiered.store.block import Block
 from tiered.zero.group import ParamGroup
@@ -58,7 +58,7 @@ class Departures:
         runtime = self._runtime
         staging = runtime.store.staging(flat.numel() * flat.element_size(), f"a gradient of group '{grads.group.name}'")
         runtime.meter.count("device", read=staging.nbytes)
-        ticket = runtime.device.copy_out(staging.view(flat.dtype), flat)
+        ticket = staging.busy(runtime.device.copy_out(staging.view(flat.dtype), flat))
         self._queue.append(_Departure(grads, position, ticket, staging, flat))
 
     def drain(self) -> None:
@@ -69,15 +69,15 @@ class Departures:
     def abandon(self) -> None:
         """Wait for every gradient on its way, and forget it."""
         while self._queue:
-            departure = self._queue.popleft()
-            departure.ticket.wait()
-            self._runtime.store.unstage(departure.staging)
+            self._runtime.store.unstage(self._queue.popleft().staging)
 
     def _land(self) -> None:
-        departure = self._queue.popleft()
+        departure = self._queue[0]
         with self._runtime.meter.stalled("gradient"):
-            departure.ticket.wait()
+            settled(departure.ticket)
+        self._queue.popleft()
         try:
+            departure.ticket.wait()
             departure.grads.add(departure.position, departure.staging.view(departure.grad.dtype))
         finally:
             self._runtime.store.unstage(departure.staging)
@@ -124,11 +124,10 @@ class GroupGrads:
             self._accumulate(target, flat.contiguous(), self._arrived[position])
             self._arrived[position] = True
             return
-        memory = store.acquire(self.block, fresh=not any(self.present))
-        target = memory.view(self.dtype, slot.start, slot.stop)
-        self.sums[position] = self._accumulate(target, flat.contiguous(), self.present[position])
-        self.present[position] = True
-        store.release(self.block, dirty=True)
+        with store.pinned(self.block, fresh=not any(self.present), dirty=True) as memory:
+            target = memory.view(self.dtype, slot.start, slot.stop)
+            self.sums[position] = self._accumulate(target, flat.contiguous(), self.present[position])
+            self.present[position] = True
 
     def drain(self) -> None:
         """Wait for the gradients on their way, and add them."""
@@ -143,23 +142,23 @@ class GroupGrads:
 
     def reduce(self, arrived: list[bool]) -> None:
         """Average this backward's gradients over the ranks into the shard. `arrived`: those any rank has."""
-        store, spec = self.group.runtime.store, self.group.spec
+        store = self.group.runtime.store
         memory = self._whole_memory()
         shard = self.group.runtime.ranks.reduce_scatter(memory.view(self.dtype))
-        base = self.group.runtime.ranks.rank * spec.shard_numel
-        target = store.acquire(self.block).view(self.dtype)
-        for position, slot in enumerate(spec.slots):
-            if arrived[position]:
-                start, stop = spec.owned(slot, self.group.runtime.ranks.rank)
-                part = slice(start - base, stop - base)
-                add = self.present[position]
-                self.sums[position] = self._accumulate(target[part], shard[part].contiguous(), add)
-                self.present[position] = True
-        store.release(self.block, dirty=True)
+        with store.pinned(self.block, fresh=not any(self.present), dirty=True) as home:
+            self._take_in(home.view(self.dtype), shard, arrived)
         self._arrived = [False] * len(self._arrived)
         self._whole = None
         del shard
         store.unstage(memory)
+
+    def _take_in(self, target: torch.Tensor, shard: torch.Tensor, arrived: list[bool]) -> None:
+        for position, slot in enumerate(self.group.spec.slots):
+            if arrived[position]:
+                part = slice(*self.group.spec.owned_shard(slot, self.group.runtime.ranks.rank))
+                add = self.present[position]
+                self.sums[position] = self._accumulate(target[part], shard[part].contiguous(), add)
+                self.present[position] = True
 
     # --- the user's view ---
 
@@ -169,40 +168,51 @@ class GroupGrads:
             return None
         if self.group.runtime.ranks.size > 1:
             raise UsageError("reading p.grad with several ranks is not supported: gradients are sharded")
-        slot, store = self.group.spec.slots[position], self.group.runtime.store
-        grad = store.acquire(self.block).view(self.dtype, slot.start, slot.stop).view(slot.shape)
-        store.release(self.block, dirty=True)
-        self.sums[position] = None
-        return grad
+        slot = self.group.spec.slots[position]
+        with self.group.runtime.store.pinned(self.block, dirty=True) as memory:
+            self.sums[position] = None
+            return memory.view(self.dtype, slot.start, slot.stop).view(slot.shape)
 
     def replace(self, position: int, grad: torch.Tensor | None) -> None:
         """Set one parameter's gradient, or drop it."""
         self.drain()
         self.present[position] = False
         self.sums[position] = None
+        if grad is None:
+            self._unarrive(position)
         if grad is not None:
             self.add(position, grad.detach().to("cpu").reshape(-1))
         elif not any(self.present) and "grad" in self.group.blocks:
             self.group.runtime.store.discard(self.block)
 
-    def zero(self) -> None:
-        """Set every gradient there is to zero."""
+    def zero(self, position: int) -> None:
+        """Set one parameter's gradient to zero, if it has one."""
         self.drain()
-        if any(self.present):
-            store = self.group.runtime.store
-            store.acquire(self.block).bytes.zero_()
-            store.release(self.block, dirty=True)
-            self.sums = [0.0 if present else None for present in self.present]
+        if self.present[position]:
+            start, stop = self.group.spec.owned_shard(self.group.spec.slots[position], self.group.runtime.ranks.rank)
+            with self.group.runtime.store.pinned(self.block, dirty=True) as memory:
+                memory.view(self.dtype, start, stop).zero_()
+            self.sums[position] = None
 
     def sum_of_squares(self, position: int, measure: Measure) -> float:
         """Of one parameter's gradient (this rank's part), measured again only where a view was handed out."""
-        if self.sums[position] is None:
-            slot, store = self.group.spec.slots[position], self.group.runtime.store
-            self.sums[position] = measure(store.acquire(self.block).view(self.dtype, slot.start, slot.stop))
-            store.release(self.block)
-        return self.sums[position] or 0.0
+        known = self.sums[position]
+        viewed = self.block.memory is not None and self.block.memory.exported()  # and may have been edited since
+        if known is None or viewed:
+            start, stop = self.group.spec.owned_shard(self.group.spec.slots[position], self.group.runtime.ranks.rank)
+            with self.group.runtime.store.pinned(self.block) as memory:
+                known = measure(memory.view(self.dtype, start, stop))
+            self.sums[position] = None if viewed else known
+        return known
 
     # --- inside ---
+
+    def _unarrive(self, position: int) -> None:
+        """Forget what a backward that was not finished has left."""
+        self._arrived[position] = False
+        if self._whole is not None and not any(self._arrived):
+            memory, self._whole = self._whole, None
+            self.group.runtime.store.unstage(memory)
 
     def _whole_memory(self) -> Memory:
         if self._whole is None:

@@ -27,11 +27,12 @@ from torch import nn
 
 from tiered.device.memory import Memory, page_ceil
 from tiered.device.ticket import Finished, Ticket, chain, settled
+from tiered.errors import UsageError
 from tiered.schedule.trace import Phase
 from tiered.store.block import Block, BlockKey
 from tiered.store.tier import Tier
 from tiered.zero import graph
-from tiered.zero.guard import guard, unguard
+from tiered.zero.guard import guard, home_of, present
 from tiered.zero.partition import ShardSpec, Slot
 from tiered.zero.runtime import Runtime
 
@@ -69,13 +70,13 @@ class ParamGroup:
         self.dtype = torch.float32
         self.nbytes = 0
         self.edited = False
-        self.revision = 0  # grows whenever the truth changes
         self._state = GroupState.SHARDED
         self._pins = 0
         self._held = False
         self._computing = 0
         self._ticket: tuple[Ticket, Memory | None] | None = None
         self._buffer: Memory | None = None
+        self._disowned = False
 
     # --- construction ---
 
@@ -113,6 +114,7 @@ class ParamGroup:
 
     def disown(self) -> None:
         """Release the buffer for good; the parameters have been given other storage."""
+        self._disowned = True
         graph.unregister(self.buffer.bytes.untyped_storage())
         if self._ticket is not None:
             with contextlib.suppress(Exception):
@@ -187,12 +189,12 @@ class ParamGroup:
 
     @contextlib.contextmanager
     def computing(self, phase: Phase) -> Iterator[None]:
-        """Present and pinned inside, and the parameters are plain Parameters."""
+        """Present and pinned inside, and the parameters compute as plain Parameters."""
         with self.opened(phase):
             versions = [p._version for p in self.params] if not self._computing else None
             self._computing += 1
             for param in self.params:
-                unguard(param)
+                present(param)
             try:
                 yield
             finally:
@@ -201,6 +203,7 @@ class ParamGroup:
                     self.edited |= versions != [p._version for p in self.params]
                     for param in self.params:
                         guard(param)
+                        home_of(param).trainable()
 
     def hold(self) -> None:
         """Keep the present group until `let_go`: what ranks use differently in backward must not be gathered there."""
@@ -216,6 +219,8 @@ class ParamGroup:
 
     def storage_for_backward(self) -> torch.UntypedStorage:
         """The buffer's storage, its values present: what a saved parameter is a note of."""
+        if self._disowned:
+            raise UsageError(f"backward through group '{self.name}' after tiered.close(model): its weights are gone")
         if self.nbytes and self.executor is not None:
             self.executor.touch(self, Phase.BACKWARD)
         return self.buffer.bytes.untyped_storage()
@@ -234,7 +239,6 @@ class ParamGroup:
             return
         self.wait()
         self.edited = self.buffer.exported()  # a view that is still out may edit again
-        self.revision += 1
         store, block = self.runtime.store, self.blocks["param"]
         flat = self.buffer.view(self.dtype).detach()
         if not self.runtime.device.in_place:
@@ -250,7 +254,6 @@ class ParamGroup:
     def refresh(self) -> None:
         """The truth has changed, so a copy of it on the device is stale: let it go, or gather it anew where it must
         stay (sticky, or viewed from outside). Where the buffer is the truth's own memory there is nothing to do."""
-        self.revision += 1
         if self.runtime.in_place or not self.present:
             return
         self.wait()
@@ -280,7 +283,6 @@ class ParamGroup:
             part = value.detach().to("cpu", dtype).reshape(-1)[start - slot.start : stop - slot.start].contiguous()
             offset = (start - self.runtime.ranks.rank * self.spec.shard_numel) * dtype.itemsize
             self.runtime.store.patch(self.blocks[kind], part.view(torch.uint8), offset)
-        self.revision += 1
 
     def lies_in_memory(self, kind: str) -> bool:
         """One kind's shard can be computed on where it is: its block is in host memory, or it is the present buffer."""
@@ -338,7 +340,7 @@ class ParamGroup:
 
     def _copy_in(self, source: Memory) -> Ticket:
         self.runtime.meter.count("device", written=source.nbytes)
-        return self.runtime.device.copy_in(self.buffer.bytes, source.bytes)
+        return self.buffer.busy(source.busy(self.runtime.device.copy_in(self.buffer.bytes, source.bytes)))
 
     def _absorb_master(self, shard: torch.Tensor) -> None:
         """master := param wherever the master's rounded value is not what the parameter is now."""

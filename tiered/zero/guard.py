@@ -1,8 +1,9 @@
 """The guard: what an nn.Parameter is while its values are away.
 
 The user's Parameter objects stay in the module for life. While one is away its class is `GuardedParameter`, whose
-`__torch_function__` brings the values in for the operation that touches them; while its module computes it is a plain
-Parameter again, at no cost. Shapes, dtypes, ties and `requires_grad` are the real ones at all times.
+`__torch_function__` brings the values in for the operation that touches them; while its module computes it is a
+`PresentParameter`, which every operation takes for a plain Parameter, at no cost, and which only answers `.grad` and
+notices `.data`. Shapes, dtypes, ties and `requires_grad` are the real ones at all times.
 
 Invariants:
 1. Metadata never fetches. Anything else fetches, or raises a named error: nothing that is away computes, prints or
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from tiered.errors import UsageError
 
 ATTRIBUTE = "_tiered"  # the one name put on a user's parameter: its Home
+_DATA: Any = Tensor.data
 
 
 class Home(Protocol):
@@ -31,8 +33,8 @@ class Home(Protocol):
 
     name: str
 
-    def opened(self, write: bool) -> Any:
-        """A context manager: inside, the values are present; `write` says the operation is known to change them."""
+    def opened(self) -> Any:
+        """A context manager: inside, the values are present."""
 
     def note_write(self) -> None:
         """An operation has changed the values in place."""
@@ -73,6 +75,32 @@ _REFUSED: dict[Any, str] = {
 }
 
 
+class PresentParameter(nn.Parameter):
+    """A Parameter whose values are present for its module's forward, or inside `gather`."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        return home_of(self).grad()
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        home_of(self).set_grad(grad)
+
+    @grad.deleter
+    def grad(self) -> None:
+        home_of(self).set_grad(None)
+
+    @property
+    def data(self) -> Tensor:
+        home_of(self).note_write()  # an edit through it would not raise the version
+        data: Tensor = _DATA.__get__(self)
+        return data
+
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        _refuse(self, "assigning .data")
+
+
 class GuardedParameter(nn.Parameter):
     """A Parameter whose values are away; see the file's contract."""
 
@@ -99,17 +127,7 @@ class GuardedParameter(nn.Parameter):
     def set_(self, *_: Any, **__: Any) -> NoReturn:  # torch asks no __torch_function__ for this one
         _refuse(self, "set_()")
 
-    @property
-    def grad(self) -> Tensor | None:
-        return home_of(self).grad()
-
-    @grad.setter
-    def grad(self, grad: Tensor | None) -> None:
-        home_of(self).set_grad(grad)
-
-    @grad.deleter
-    def grad(self) -> None:
-        home_of(self).set_grad(None)
+    grad = PresentParameter.grad
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes a keyword of its own printing code
         return repr(nn.Parameter(home_of(self).exported(), self.requires_grad))
@@ -126,10 +144,10 @@ class GuardedParameter(nn.Parameter):
 
 def home_of(param: Tensor) -> Home:
     """The Home of a sharded parameter. Raises UsageError for any other tensor."""
-    home = param.__dict__.get(ATTRIBUTE)
+    home: Home | None = param.__dict__.get(ATTRIBUTE)
     if home is None:
         raise UsageError("this parameter is not sharded: call tiered.shard(model, config) on its model first")
-    return home  # type: ignore[no-any-return]
+    return home
 
 
 def is_sharded(param: object) -> bool:
@@ -142,12 +160,17 @@ def guard(param: nn.Parameter) -> None:
     param.__class__ = GuardedParameter
 
 
-def unguard(param: nn.Parameter) -> None:
+def present(param: nn.Parameter) -> None:
     """The values are present and stay until the next `guard`."""
+    param.__class__ = PresentParameter
+
+
+def unguard(param: nn.Parameter) -> None:
+    """The parameter is an ordinary one again."""
     param.__class__ = nn.Parameter
 
 
-def _refuse(param: GuardedParameter, what: str) -> NoReturn:
+def _refuse(param: nn.Parameter, what: str) -> NoReturn:
     raise UsageError(
         f"{what} of the sharded parameter '{home_of(param).name}' is not supported: edit its values inside "
         f"`with tiered.gather(parameter, modify=True)`, or call tiered.close(model) first"
@@ -179,9 +202,9 @@ def _guarded(values: Any) -> Iterator[GuardedParameter]:
 def _fault(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], guarded: list[Any]) -> Any:
     """Bring in what `func` touches, run it, and note what it wrote."""
     homes = {id(p): (p, home_of(p)) for p in guarded}
-    with ExitStack() as present, torch._C.DisableTorchFunctionSubclass():
+    with ExitStack() as opened, torch._C.DisableTorchFunctionSubclass():
         for _, home in homes.values():
-            present.enter_context(home.opened(False))
+            opened.enter_context(home.opened())
         versions = [p._version for p, _ in homes.values()]
         result = func(*args, **kwargs)
         for (param, home), version in zip(homes.values(), versions, strict=True):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ class ParamHome:
         self.grads: GroupGrads = model.grads[group.index]
         self.model = model
         self._hook: torch.utils.hooks.RemovableHandle | None = None
-        self._last_export: tuple[weakref.ref[torch.Tensor], int, int] | None = None
+        self._last_export: tuple[weakref.ref[torch.Tensor], str] | None = None  # under which key
 
     @property
     def param(self) -> nn.Parameter:
@@ -52,7 +52,7 @@ class ParamHome:
     # --- what the guard asks ---
 
     @contextlib.contextmanager
-    def opened(self, write: bool) -> Iterator[None]:
+    def opened(self) -> Iterator[None]:
         with self.group.opened(current_phase()), graph.saving_notes():
             yield
 
@@ -73,11 +73,20 @@ class ParamHome:
             raise UsageError(
                 f"gradient for '{self.name}' has shape {tuple(grad.shape)}, expected {tuple(self.slot.shape)}"
             )
+        if grad is not None and grad.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UsageError(f"gradient for '{self.name}' is {grad.dtype}, expected {self.grads.dtype}")
         if self.group.runtime.ranks.size > 1 and grad is not None:
             raise UsageError(f"setting the gradient of '{self.name}' with several ranks is not supported")
         if grad is not None:
             self.model.start_training(self.group)
         self.grads.replace(self.position, grad)
+
+    def clear_grad(self, set_to_none: bool) -> None:
+        """Drop the gradient, or set it to zero if there is one."""
+        if set_to_none:
+            self.grads.replace(self.position, None)
+        else:
+            self.grads.zero(self.position)
 
     def trainable(self) -> None:
         """Watch for gradients from now on, where the parameter requires them."""
@@ -89,15 +98,14 @@ class ParamHome:
 
     # --- the state dict ---
 
-    def state(self) -> torch.Tensor:
-        """The full value for a state_dict; a tied parameter saved under two names is one tensor, as in torch."""
-        self.group.absorb()
+    def state(self, destination: Mapping[str, Any], key: str) -> torch.Tensor:
+        """The full value for `destination[key]`; a tied parameter under two names is one tensor there, as in torch."""
         if self._last_export is not None:
-            tensor, revision = self._last_export[0](), self._last_export[1:]
-            if tensor is not None and revision == (tensor._version, self.group.revision):
-                return tensor
+            earlier: torch.Tensor | None = self._last_export[0]()
+            if earlier is not None and destination.get(self._last_export[1]) is earlier:
+                return earlier
         tensor = self.exported()
-        self._last_export = (weakref.ref(tensor), tensor._version, self.group.revision)
+        self._last_export = (weakref.ref(tensor), key)
         return tensor
 
     def load_master(self, value: torch.Tensor) -> None:
@@ -121,3 +129,35 @@ class ParamHome:
         if grad is not None:
             self.grads.arrive(self.position, grad)
             self.model.gradient_arrived()
+
+
+class GoneHome:
+    """Home of a parameter whose values went with `tiered.close(model, keep_weights=False)`: it says so."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def opened(self) -> NoReturn:
+        self._raise()
+
+    def note_write(self) -> None:
+        return None
+
+    def exported(self) -> NoReturn:
+        self._raise()
+
+    def grad(self) -> None:
+        return None
+
+    def set_grad(self, grad: torch.Tensor | None) -> None:
+        if grad is not None:
+            self._raise()
+
+    def trainable(self) -> None:
+        return None
+
+    def _raise(self) -> NoReturn:
+        raise UsageError(
+            f"the values of '{self.name}' are gone: the model was closed with keep_weights=False, and its module now "
+            f"holds a parameter on the meta device"
+        )

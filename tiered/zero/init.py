@@ -127,12 +127,11 @@ class Parked:
 
     def __init__(self, name: str, param: nn.Parameter, nursery: Nursery) -> None:
         self.name = name
-        self.nbytes = param.untyped_storage().nbytes()
+        self.nbytes = param.untyped_storage().nbytes()  # as long as it is resident, brought up to date when parked
         self._owner = weakref.ref(param)  # a parameter that is replaced, as by tying, takes its values with it
         self._nursery = nursery
         self._block: Block | None = None
         self._away = False
-        self._plain_users = _users(param)
         self._orphan = weakref.finalize(param, nursery.orphaned, self)
         self._orphan.atexit = False
 
@@ -146,7 +145,9 @@ class Parked:
     def park(self) -> bool:
         """Move the values to the drive. False where something else views them: then nothing happens."""
         param, store = self._owner(), self._nursery.store
-        if param is None or type(param) is not nn.Parameter or _users(param) > self._plain_users:
+        if param is None or type(param) is not nn.Parameter or _users(param) > _LONE:
+            return False
+        if param.untyped_storage().nbytes() != self.nbytes:  # .data was assigned: leave it alone
             return False
         if self._block is None:
             self._block = self._nursery.block(self.nbytes)
@@ -181,7 +182,7 @@ class Parked:
     # --- what the guard asks ---
 
     @contextlib.contextmanager
-    def opened(self, write: bool) -> Iterator[None]:
+    def opened(self) -> Iterator[None]:
         self.bring_in()
         yield
 
@@ -211,3 +212,6 @@ def _bytes(param: nn.Parameter) -> torch.Tensor:
 
 def _users(param: nn.Parameter) -> int:
     return int(torch._C._storage_Use_Count(param.untyped_storage()._cdata))
+
+
+_LONE = _users(nn.Parameter(torch.empty(1)))  # of a parameter whose storage nothing else views

@@ -18,21 +18,23 @@ from torch import nn
 
 from tiered.config import Config, format_size
 from tiered.device.host import available_bytes
+from tiered.device.memory import page_ceil
 from tiered.errors import BudgetError, TieredError, UsageError
 from tiered.schedule.execute import Executor
 from tiered.schedule.trace import Phase
-from tiered.store.block import BlockKey
+from tiered.store.block import Block, BlockKey
 from tiered.store.tier import Tier
 from tiered.zero import statedict
 from tiered.zero.grads import Departures, GroupGrads
 from tiered.zero.group import ParamGroup
-from tiered.zero.guard import ATTRIBUTE, unguard
-from tiered.zero.home import ParamHome
+from tiered.zero.guard import ATTRIBUTE, guard, unguard
+from tiered.zero.home import GoneHome, ParamHome
 from tiered.zero.runtime import Runtime
 from tiered.zero.unit import Unit, refuse_copy
 
 MODEL_ATTRIBUTE = "_tiered_model"  # on the root module: its ShardedModel
 STATE_KINDS = ("exp_avg", "exp_avg_sq")
+_OF_TRAINING = {"grad", *STATE_KINDS}
 
 
 class ShardedModel:
@@ -58,38 +60,40 @@ class ShardedModel:
         budget = runtime.budget  # what never moves is charged already
         ahead = runtime.ranks.size == 1
         self.executor = Executor(groups, budget.free, lambda: budget.free, runtime.meter, ahead=ahead)
+        runtime.store.on_pressure = self.executor.settle
         for group in groups:
             group.executor = self.executor
 
     # --- states ---
 
-    def create_states(self, group: ParamGroup, homes: dict[str, Tier]) -> None:
-        """Make the blocks of a group that trains: gradients, moments, and the master if it is not yet there."""
-        grads = self.grads[group.index]
-        sizes = {"grad": grads.dtype.itemsize, "exp_avg": 4, "exp_avg_sq": 4}
-        for kind, itemsize in sizes.items():
-            if kind not in group.blocks:
-                key = BlockKey(group.index, kind)
-                nbytes = group.spec.shard_numel * itemsize
-                group.blocks[kind] = self.runtime.store.create(key, nbytes, homes[kind])
-                group.blocks[kind].next_use = group.index
-
     def start_training(self, group: ParamGroup) -> None:
-        """A parameter that was frozen when the model was sharded is to be trained: give its group its states.
+        """A parameter that may have been frozen when the model was sharded is to be trained: give its group the states
+        it lacks. They go to the host while it has room, else to the drive.
 
-        They go to the host while it has room, else to the drive. Raises BudgetError or SwapFullError otherwise.
+        Raises BudgetError or SwapFullError, with nothing kept, where neither has room.
         """
-        store = self.runtime.store
-        if all(kind in group.blocks for kind in ("grad", *STATE_KINDS)):
+        grad = self.grads[group.index].dtype
+        dtypes = {"grad": grad, **dict.fromkeys(STATE_KINDS, torch.float32)}
+        if group.dtype != torch.float32:
+            dtypes["master"] = torch.float32
+        missing = {kind: dtype for kind, dtype in dtypes.items() if kind not in group.blocks}
+        if not missing:
             return
-        need = group.spec.shard_numel * (12 + self.grads[group.index].dtype.itemsize)
+        store, numel = self.runtime.store, group.spec.shard_numel
+        need = sum(page_ceil(numel * dtype.itemsize) for dtype in missing.values())
         roomy = self.config.optimizer_tier != "nvme" and need <= store.host.free - self.reserve
         tier = Tier.HOST if roomy or not self.config.directories else Tier.NVME
-        self.create_states(group, dict.fromkeys(("grad", *STATE_KINDS), tier))
-        if group.dtype != torch.float32 and "master" not in group.blocks:
-            group.absorb()
-            key = BlockKey(group.index, "master")
-            group.blocks["master"] = store.create(key, group.spec.shard_numel * 4, tier)
+        made: dict[str, Block] = {}
+        try:
+            for kind, dtype in missing.items():
+                made[kind] = store.create(BlockKey(group.index, kind), numel * dtype.itemsize, tier)
+        except BaseException:
+            for block in made.values():
+                store.remove(block)
+            raise
+        group.absorb()
+        group.blocks |= made
+        if "master" in made:
             for slot in group.spec.slots:
                 group.set_values(slot, "master", group.values(slot, "param"))
 
@@ -156,19 +160,34 @@ class ShardedModel:
             return
         if keep_weights:
             self.drain()
-        need = sum(g.spec.numel * g.dtype.itemsize for g in self.groups if g.nbytes)
-        if keep_weights and need > available_bytes():
-            raise BudgetError(
-                f"close() would bring all weights into memory: {format_size(need)}, but "
-                f"{format_size(available_bytes())} is available: save what you need, then call "
-                "tiered.close(model, keep_weights=False)"
-            )
-        values = [home.exported() if keep_weights else _on_meta(home) for home in self.homes]
+            self._check_room()
+            # what can fail, reading from drives, comes before anything is touched
+            values = {id(h): h.exported() for h in self.homes if h.group.blocks["param"].home is Tier.NVME}
         self.closed = True
-        for home, value in zip(self.homes, values, strict=True):
-            self._free(home, value)
+        self._drop_states()
+        for group in self.groups:
+            for home in [h for h in self.homes if h.group is group]:
+                self._free(home, (values.pop(id(home), None) if keep_weights else None), keep_weights)
         self._restore_modules()
         self.release()
+
+    def _check_room(self) -> None:
+        """Raise BudgetError where memory cannot take the weights, even after gradients and moments have gone."""
+        need = sum(h.slot.numel * h.dtype.itemsize for h in self.homes)
+        freed = sum(b.nbytes for g in self.groups for k, b in g.blocks.items() if k in _OF_TRAINING and b.memory)
+        if need > available_bytes() + freed:
+            raise BudgetError(
+                f"close() would bring all weights into memory: {format_size(need)}, but "
+                f"{format_size(available_bytes() + freed)} is available: save what you need, then call "
+                "tiered.close(model, keep_weights=False)"
+            )
+
+    def _drop_states(self) -> None:
+        """Gradients and moments end with sharding; their memory makes room for the weights."""
+        self.departures.abandon()
+        for group in self.groups:
+            for kind in _OF_TRAINING & group.blocks.keys():
+                self.runtime.store.remove(group.blocks.pop(kind))
 
     def release(self) -> None:
         """Give back memory, files and threads."""
@@ -182,15 +201,19 @@ class ShardedModel:
             if not group.buffer.exported():
                 group.buffer.decommit()
 
-    def _free(self, home: ParamHome, value: torch.Tensor) -> None:
+    def _free(self, home: ParamHome, value: torch.Tensor | None, keep: bool) -> None:
+        """Make one parameter an ordinary one with `value` (or what its home holds), or leave it without values."""
         param = home.param
         home.release()
-        unguard(param)
-        del param.__dict__[ATTRIBUTE]
-        if value.is_meta:
-            _replace_with_meta(self.module, param, value)
-        else:
+        if keep:
+            value = home.exported() if value is None else value
+            unguard(param)
+            del param.__dict__[ATTRIBUTE]
             param.data = value
+        else:
+            guard(param)
+            param.__dict__[ATTRIBUTE] = GoneHome(home.name)
+            _replace_with_meta(self.module, param, home)
 
     def _restore_modules(self) -> None:
         for unit in self.units:
@@ -201,12 +224,9 @@ class ShardedModel:
         self.module.__dict__.pop(MODEL_ATTRIBUTE, None)
 
 
-def _on_meta(home: ParamHome) -> torch.Tensor:
-    return torch.empty(home.slot.shape, dtype=home.dtype, device="meta")
-
-
-def _replace_with_meta(root: nn.Module, param: nn.Parameter, value: torch.Tensor) -> None:
+def _replace_with_meta(root: nn.Module, param: nn.Parameter, home: ParamHome) -> None:
     """A parameter's data cannot change device in place, so every module that holds it gets one new meta Parameter."""
+    value = torch.empty(home.slot.shape, dtype=home.dtype, device="meta")
     new = nn.Parameter(value, requires_grad=param.requires_grad)
     for module in root.modules():
         for name, held in module._parameters.items():
@@ -230,6 +250,12 @@ class ShardedModule(nn.Module):
             if kind is None:
                 raise
             model.close(keep_weights=False)  # the error on its way out matters more
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch.nn.Module.zero_grad, without bringing in the gradients only to drop them."""
+        model: ShardedModel | None = self.__dict__.get(MODEL_ATTRIBUTE)
+        for home in model.homes if model is not None else ():
+            home.clear_grad(set_to_none)
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         raise UsageError(

@@ -48,6 +48,11 @@ class ShardSpec:
         start = max(slot.start, rank * self.shard_numel)
         return start, max(start, min(slot.stop, (rank + 1) * self.shard_numel))
 
+    def owned_shard(self, slot: Slot, rank: int) -> tuple[int, int]:
+        """As `owned`, counted from the start of the rank's shard."""
+        start, stop = self.owned(slot, rank)
+        return start - rank * self.shard_numel, stop - rank * self.shard_numel
+
 
 def layout(shapes: Sequence[torch.Size], ranks: int) -> ShardSpec:
     """The flat layout of parameters with these shapes, in this order."""

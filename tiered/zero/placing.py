@@ -144,10 +144,12 @@ def _place_fastest(
         if fixed in ("auto", "nvme") or (fixed == "device" and not in_place):
             lone[kind] = (*lone[kind], Tier.NVME)
     reserve = _reserve(groups, drives=True, in_place=in_place)
-    if reserve > host_limit:
+    bound = sum(d.nbytes for d in _demands(groups, lone) if d.tiers == (Tier.HOST,))
+    if reserve + bound > host_limit:
         raise ConfigError(
             f"host_budget={host_limit} ({format_size(host_limit)}) is too small: staging for the largest group takes "
-            f"{reserve} bytes ({format_size(reserve)}): raise it, or make groups smaller with groups=(YourLayer, ...)"
+            f"{reserve} bytes and states that must live on the host {bound}: set host_budget to at least "
+            f"{reserve + bound} ({format_size(reserve + bound)}), or make groups smaller with groups=(YourLayer, ...)"
         )
     soft = max(reserve, min(_SOFT_RESERVE, host_limit // 3))
     try:

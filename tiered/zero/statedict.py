@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tiered.errors import UsageError
-from tiered.zero.guard import is_sharded
+from tiered.zero.guard import ATTRIBUTE, is_sharded
 from tiered.zero.home import ParamHome
 from tiered.zero.unit import refuse_copy
 
@@ -33,7 +33,7 @@ def restore(module: nn.Module) -> None:
 
 
 def _homes(module: nn.Module) -> dict[str, ParamHome]:
-    return {name: p.__dict__["_tiered"] for name, p in module._parameters.items() if is_sharded(p)}
+    return {name: p.__dict__[ATTRIBUTE] for name, p in module._parameters.items() if is_sharded(p)}
 
 
 class _Copyless:
@@ -51,7 +51,8 @@ class _Save(_Copyless):
         module, everything = self._module, self._module._parameters
         homes = _homes(module)
         for name, home in homes.items():
-            destination[prefix + name] = home.param if keep_vars else home.state()
+            key = prefix + name
+            destination[key] = home.param if keep_vars else home.state(destination, key)
         module.__dict__["_parameters"] = {k: p for k, p in everything.items() if k not in homes}
         try:
             type(module)._save_to_state_dict(module, destination, prefix, keep_vars)
