@@ -170,10 +170,11 @@ class TieredStore:
         if self.resident(block):
             out.copy_(_memory(block).bytes[offset : offset + out.numel()])
             return
-        for start, stop, memory in self._windows(block, offset, out.numel()):
-            self.read(block, memory, offset=start, nbytes=stop - start).wait()
-            low, high = max(start, offset), min(stop, offset + out.numel())
-            out[low - offset : high - offset].copy_(memory.bytes[low - start : high - start])
+        with self._window(block) as memory:
+            for start, stop in _windows(block, offset, out.numel()):
+                self.read(block, memory, offset=start, nbytes=stop - start).wait()
+                low, high = max(start, offset), min(stop, offset + out.numel())
+                out[low - offset : high - offset].copy_(memory.bytes[low - start : high - start])
 
     def patch(self, block: Block, data: torch.Tensor, offset: int) -> None:
         """Replace the block's bytes from `offset` on by `data` (1-D uint8, any size), through bounded staging."""
@@ -183,22 +184,20 @@ class TieredStore:
             _memory(block).bytes[offset : offset + data.numel()].copy_(data)
             block.dirty |= block.extent is not None
             return
-        for start, stop, memory in self._windows(block, offset, data.numel()):
-            low, high = max(start, offset), min(stop, offset + data.numel())
-            if (low, high) != (start, stop):
-                self.read(block, memory, offset=start, nbytes=stop - start).wait()
-            memory.bytes[low - start : high - start].copy_(data[low - offset : high - offset])
-            self.write(block, memory, offset=start, nbytes=stop - start).wait()
+        with self._window(block) as memory:
+            for start, stop in _windows(block, offset, data.numel()):
+                low, high = max(start, offset), min(stop, offset + data.numel())
+                if (low, high) != (start, stop):
+                    self.read(block, memory, offset=start, nbytes=stop - start).wait()
+                memory.bytes[low - start : high - start].copy_(data[low - offset : high - offset])
+                self.write(block, memory, offset=start, nbytes=stop - start).wait()
 
-    def _windows(self, block: Block, offset: int, nbytes: int) -> Iterator[tuple[int, int, Memory]]:
-        """Piece-aligned windows [start, stop) of the block that cover a range, each with staging memory at `start`."""
-        if not nbytes:
-            return
-        span = min(WINDOW_BYTES, block.nbytes)
-        memory = self.staging(span, f"a window on {block.key}")
+    @contextlib.contextmanager
+    def _window(self, block: Block) -> Iterator[Memory]:
+        """Staging for one window on the block."""
+        memory = self.staging(min(WINDOW_BYTES, block.nbytes), f"a window on {block.key}")
         try:
-            for start in range(offset // WINDOW_BYTES * WINDOW_BYTES, offset + nbytes, WINDOW_BYTES):
-                yield start, min(start + WINDOW_BYTES, block.nbytes), memory
+            yield memory
         finally:
             self.unstage(memory)
 
@@ -353,6 +352,13 @@ def _extent(block: Block) -> Extent:
     if block.extent is None:
         raise RuntimeError(f"{block.key} has no extent")
     return block.extent
+
+
+def _windows(block: Block, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Piece-aligned windows [start, stop) of the block that cover a range."""
+    if nbytes:
+        for start in range(offset // WINDOW_BYTES * WINDOW_BYTES, offset + nbytes, WINDOW_BYTES):
+            yield start, min(start + WINDOW_BYTES, block.nbytes)
 
 
 def _check_range(block: Block, memory: Memory, at: int, offset: int, nbytes: int) -> None:

@@ -7,6 +7,7 @@ after that, one group at a time moves into the store and gives its own memory ba
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,6 +73,7 @@ def plan_groups(module: nn.Module, config: Config, ranks: int) -> tuple[list[Uni
         raise UsageError("this model is sharded already: call tiered.close(model) before sharding it again")
     for name, param in module.named_parameters():
         _check(name, param)
+    _check_memory(module)
     units = find_units(module, config.groups)
     kept = {id(p) for m in module.modules() if isinstance(m, _KEEP_DTYPE) for p in m._parameters.values()}
     groups: list[GroupPlan] = []
@@ -162,6 +164,29 @@ def _check(name: str, param: nn.Parameter) -> None:
         raise UsageError(f"parameter '{name}' is on {param.device}: build the model on the CPU; tiered moves it")
     if (param.is_floating_point() and param.dtype not in _DTYPES) or param.is_complex():
         raise UsageError(f"parameter '{name}' is {param.dtype}: use float32, bfloat16 or float16 (masters are fp32)")
+
+
+def _check_memory(module: nn.Module) -> None:
+    """Two Parameters over the same memory would come apart, and one that repeats its memory would be made whole."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, param in module.named_parameters():
+        if ATTRIBUTE in param.__dict__ or not param.numel():  # still under construction: alone in its storage
+            continue
+        start = int(param.storage_offset())
+        extent = 1 + int(sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True)))
+        if extent < param.numel():
+            raise UsageError(
+                f"parameter '{name}' repeats its memory (expanded?): give it memory of its own, clone() it"
+            )
+        spans.setdefault(param.untyped_storage()._cdata, []).append((start, start + extent, name))
+    for found in spans.values():
+        found.sort()
+        for (_, end, first), (start, _, second) in itertools.pairwise(found):
+            if start < end:
+                raise UsageError(
+                    f"parameters '{first}' and '{second}' share memory without being one Parameter: tie them by "
+                    f"assigning the same Parameter object, or clone() one"
+                )
 
 
 def _fill_and_take(model: ShardedModel, plans: Sequence[GroupPlan]) -> None:

@@ -101,8 +101,8 @@ class ParamHome:
     def state(self, destination: Mapping[str, Any], key: str) -> torch.Tensor:
         """The full value for `destination[key]`; a tied parameter under two names is one tensor there, as in torch."""
         if self._last_export is not None:
-            earlier: torch.Tensor | None = self._last_export[0]()
-            if earlier is not None and destination.get(self._last_export[1]) is earlier:
+            earlier, there = self._last_export[0](), destination.get(self._last_export[1])
+            if earlier is not None and there is not None and there is earlier:
                 return earlier
         tensor = self.exported()
         self._last_export = (weakref.ref(tensor), key)
