@@ -122,8 +122,8 @@ class Executor:
 
     def _fetch_ahead(self, page: Page) -> None:
         upcoming = self._upcoming()
-        present = {i for i, p in self._pages.items() if p.present}
-        if all(i in present for i in upcoming):
+        present = {i for i in upcoming if self._pages[i].present}
+        if len(present) == len(upcoming):
             return
         evictable = [i for i in self._evictable() if i != page.index]
         self._run(plan.ahead(upcoming, self._sizes, present, evictable, self._free()))

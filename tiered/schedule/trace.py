@@ -9,21 +9,20 @@ Invariant: `predict` is a guess and only ever steers hints.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections.abc import Iterator
+from typing import NamedTuple
 
 
-class Phase(enum.Enum):
+class Phase(enum.IntEnum):  # integers, since uses are hashed in the innermost loop of prediction
     """What a page is used for."""
 
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    EVALUATION = "evaluation"  # forward without gradients
+    FORWARD = 0
+    BACKWARD = 1
+    EVALUATION = 2  # forward without gradients
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Use:
+class Use(NamedTuple):
     """One use of a page."""
 
     page: int
@@ -49,7 +48,9 @@ class Trace:
         """The uses expected next, in order, without end where the order is a cycle; stops where nothing is known."""
         before, last = self._last
         while True:
-            following = self._after_two.get((before, last)) or self._after_one.get(last)
+            following = self._after_two.get((before, last))
+            if following is None:
+                following = self._after_one.get(last)
             if following is None:
                 return
             yield following
