@@ -117,7 +117,10 @@ def test_a_close_that_finds_a_weight_lost_says_so_and_the_next_close_gives_every
 
 def test_a_write_cut_short_by_the_system_is_a_named_error_and_the_model_still_closes(run: Callable, swap: Path) -> None:
     seen = run("short_write", swap)
-    assert [step["error"] for step in seen["seen"]] == ["StorageError"] * 3
+    assert seen["seen"][0]["error"] == "StorageError"
+    # afterwards the block that was lost, or the step that was torn, says so by the same cause
+    assert {step["error"] for step in seen["seen"][1:]} <= {"StorageError", "UsageError"}
+    assert all("File too large" in step["message"] for step in seen["seen"])
     assert "File too large" in seen["seen"][0]["message"]
     assert re.search(r"at byte \d+", seen["seen"][0]["message"])
     assert all(step["path"].startswith(str(swap)) for step in seen["seen"])
