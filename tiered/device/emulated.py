@@ -13,6 +13,7 @@ import queue
 import random
 import threading
 import time
+import weakref
 
 import torch
 
@@ -34,6 +35,8 @@ class EmulatedDevice:
         self._poison = emulation.poison
         self._in = _Link("h2d", emulation.h2d_bytes_per_s, emulation.max_delay_s, emulation.seed)
         self._out = _Link("d2h", emulation.d2h_bytes_per_s, emulation.max_delay_s, emulation.seed + 1)
+        for link in (self._in, self._out):  # of a device that nobody closed
+            weakref.finalize(self, link.stop).atexit = False
 
     def allocate(self, nbytes: int) -> Memory:
         buffer = Memory(nbytes)
@@ -75,9 +78,13 @@ class _Link:
         self._queue.put((destination, source, done))
         return done
 
+    def stop(self) -> None:
+        """Let the thread end once its queue is empty."""
+        self._queue.put(None)
+
     def close(self) -> None:
         if self._thread.is_alive():
-            self._queue.put(None)
+            self.stop()
             self._thread.join()
 
     def _run(self) -> None:

@@ -100,6 +100,10 @@ class Memory:
         """Declare the tensors that view the memory now to be its own; any further one counts as exported."""
         self._sealed = self._users()
 
+    def unseal_one(self) -> None:
+        """One of the memory's own tensors has been given other storage."""
+        self._sealed -= 1
+
     def exported(self) -> bool:
         """True while a tensor beyond the sealed ones shares this memory."""
         return self._users() > self._sealed

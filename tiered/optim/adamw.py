@@ -29,6 +29,7 @@ from tiered.zero.group import ParamGroup
 from tiered.zero.guard import home_of, is_sharded
 from tiered.zero.home import ParamHome
 from tiered.zero.model import STATE_KINDS, ShardedModel
+from tiered.zero.unit import refuse_copy
 
 
 class AdamW(torch.optim.Optimizer):
@@ -125,7 +126,6 @@ class AdamW(torch.optim.Optimizer):
         if self.max_grad_norm is not None:  # torch.nn.utils.clip_grad_norm_'s formula
             factor = min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))
         self._update(factor / scale)
-        model.runtime.meter.steps += 1
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -148,11 +148,17 @@ class AdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take torch.optim.AdamW's state dict. Raises UsageError, before anything changes, where a shape differs."""
         self._open_model("load_state_dict()")
+        for given in state_dict["param_groups"]:
+            _check_hyperparameters({**self.defaults, **given})
         steps = import_state(self.param_groups, self._homes, state_dict)
-        super().load_state_dict({**state_dict, "state": {}})
+        groups = [{**self.defaults, **given} for given in state_dict["param_groups"]]
+        super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
         self._steps = steps
         if self._scaler is not None and "loss_scaler" in state_dict:
             self._scaler = LossScaler(**state_dict["loss_scaler"])
+
+    __deepcopy__ = refuse_copy
+    __reduce_ex__ = refuse_copy
 
     # --- loss scaling ---
 
@@ -235,6 +241,7 @@ class AdamW(torch.optim.Optimizer):
                 model.failure = error if begun else None
                 raise
             self._steps = steps
+            model.runtime.meter.steps += 1
             model.changed()
             with torch._C.DisableTorchFunctionSubclass():
                 for home in touched:
@@ -294,3 +301,6 @@ def _check_hyperparameters(group: dict[str, Any]) -> None:
         if not fine:
             wanted = "two numbers in [0, 1)" if name == "betas" else "a number >= 0"
             raise ConfigError(f"{name}={group[name]!r}: use {wanted}")
+    for name, fine in (("amsgrad", False), ("decoupled_weight_decay", True)):
+        if bool(group.get(name, fine)) is not fine:
+            raise ConfigError(f"{name}={group[name]!r}: tiered.AdamW supports {name}={fine}")

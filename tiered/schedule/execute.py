@@ -13,10 +13,11 @@ Leaves to whom: what fetching means is the page's own business.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from tiered.errors import BudgetError
+from tiered.errors import BudgetError, UsageError
 from tiered.schedule import plan
 from tiered.schedule.trace import Phase, Trace, Use
 from tiered.stats import Meter
@@ -67,6 +68,8 @@ class Executor:
         self._recent: dict[int, None] = {}  # present pages, least recently used first
         self._coming: set[int] = set()  # pages on their way
         self._current = -1
+        self._thread = 0
+        self._inside = 0
 
     def use(self, page: Page, phase: Phase) -> None:
         """Make `page` present and fetch ahead. Raises BudgetError where it cannot fit beside what is pinned."""
@@ -77,11 +80,27 @@ class Executor:
         if not page.present:
             self._make_room(page)
             page.begin_fetch()
-        page.wait()
         self._recent.pop(page.index, None)
-        self._recent[page.index] = None
+        self._recent[page.index] = None  # before the wait: interrupted there, it can still be evicted
+        page.wait()
         if self._ahead:
             self._fetch_ahead(page)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """One thread at a time is inside. Raises UsageError in any other."""
+        me = threading.get_ident()
+        if self._inside and self._thread != me:
+            raise UsageError(
+                "a sharded model is used by two threads at once: its parameters come and go, so let one thread at a "
+                "time run forward, backward or gather (with a lock around them)"
+            )
+        self._thread = me
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
 
     def touch(self, page: Page, phase: Phase) -> None:
         """As `use`, cheap when the page is the one that was used last."""

@@ -168,13 +168,14 @@ def _check(name: str, param: nn.Parameter) -> None:
 
 def _check_memory(module: nn.Module) -> None:
     """Two Parameters over the same memory would come apart, and one that repeats its memory would be made whole."""
+    names = {name for name, _ in module.named_parameters()}
     spans: dict[int, list[tuple[int, int, str]]] = {}
-    for name, param in module.named_parameters():
-        if ATTRIBUTE in param.__dict__ or not param.numel():  # still under construction: alone in its storage
-            continue
+    for name, param in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if ATTRIBUTE in param.__dict__ or not param.numel() or param.layout is not torch.strided or param.is_meta:
+            continue  # among them those under construction: alone in their storage
         start = int(param.storage_offset())
         extent = 1 + int(sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True)))
-        if extent < param.numel():
+        if extent < param.numel() and isinstance(param, nn.Parameter):
             raise UsageError(
                 f"parameter '{name}' repeats its memory (expanded?): give it memory of its own, clone() it"
             )
@@ -182,7 +183,7 @@ def _check_memory(module: nn.Module) -> None:
     for found in spans.values():
         found.sort()
         for (_, end, first), (start, _, second) in itertools.pairwise(found):
-            if start < end:
+            if start < end and (first in names or second in names):
                 raise UsageError(
                     f"parameters '{first}' and '{second}' share memory without being one Parameter: tie them by "
                     f"assigning the same Parameter object, or clone() one"
@@ -268,5 +269,6 @@ def _install(model: ShardedModel, plans: list[UnitPlan]) -> None:
     for module in model.module.modules():
         if any(ATTRIBUTE in p.__dict__ for p in module._parameters.values() if p is not None):
             statedict.install(module)
+            model.holders.append(module)
     model.module.__dict__[MODEL_ATTRIBUTE] = model
     model.module.__class__ = as_sharded_class(type(model.module))

@@ -50,10 +50,14 @@ def unregister(storage: torch.UntypedStorage) -> None:
 
 
 @contextlib.contextmanager
-def saving_notes() -> Iterator[None]:
-    """Inside, autograd saves notes of groups' views. Nests, with itself and with other saved-tensor hooks."""
+def saving_notes(*, beside_others: bool = True) -> Iterator[None]:
+    """Inside, autograd saves notes of groups' views. Nests, with itself and with other saved-tensor hooks.
+
+    beside_others=False: leave hooks of others that are on top alone. A single operation under checkpointing must be
+    counted by its hooks in the recomputation exactly as it was in the forward.
+    """
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if outer is not None and isinstance(outer[0], _Pack):
+    if outer is not None and (isinstance(outer[0], _Pack) or not beside_others):
         yield
     else:
         with torch.autograd.graph.saved_tensors_hooks(_Pack(outer), _unpack):

@@ -74,6 +74,7 @@ class ParamGroup:
         self._pins = 0
         self._held = False
         self._computing = 0
+        self._versions: list[int] = []
         self._ticket: tuple[Ticket, Memory | None] | None = None
         self._buffer: Memory | None = None
         self._disowned = False
@@ -178,32 +179,40 @@ class ParamGroup:
 
     @contextlib.contextmanager
     def opened(self, phase: Phase) -> Iterator[None]:
-        """Present and pinned inside; the parameters stay guarded."""
-        self._pins += 1
-        try:
-            self._use(phase)
-            yield
-        finally:
-            self._pins -= 1
-            self.edited |= self._copied and self.buffer.exported()
+        """Present and pinned inside; the parameters stay guarded. Raises UsageError while another thread is inside."""
+        with self._entered():
+            try:
+                self._pins += 1
+                self._use(phase)
+                yield
+            finally:
+                self._pins -= 1
+                self.edited |= self._copied and self.buffer.exported()
 
     @contextlib.contextmanager
     def computing(self, phase: Phase) -> Iterator[None]:
-        """Present and pinned inside, and the parameters compute as plain Parameters."""
+        """Present and pinned inside, and the parameters compute as plain Parameters. Scopes may overlap: the first to
+        enter makes them present, the last to leave guards them."""
         with self.opened(phase):
-            versions = [p._version for p in self.params] if not self._computing else None
-            self._computing += 1
-            for param in self.params:
-                present(param)
             try:
+                self._computing += 1
+                if self._computing == 1:
+                    self._versions = [p._version for p in self.params]
+                    for param in self.params:
+                        present(param)
                 yield
             finally:
                 self._computing -= 1
-                if versions is not None:
-                    self.edited |= versions != [p._version for p in self.params]
+                if not self._computing:
+                    self.edited |= self._versions != [p._version for p in self.params]
                     for param in self.params:
                         guard(param)
                         home_of(param).trainable()
+
+    @property
+    def in_use(self) -> bool:
+        """A forward or a `gather` has its parameters now."""
+        return self._computing > 0
 
     def hold(self) -> None:
         """Keep the present group until `let_go`: what ranks use differently in backward must not be gathered there."""
@@ -307,6 +316,14 @@ class ParamGroup:
 
     # --- inside ---
 
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        if self.executor is None:
+            yield
+        else:
+            with self.executor.entered():
+                yield
+
     @property
     def _copied(self) -> bool:
         """The truth is elsewhere than in the buffer, at least in part."""
@@ -354,8 +371,8 @@ class ParamGroup:
             store.patch(block, torch.where(same, master, part.float()).view(torch.uint8), start * 4)
 
     def _away(self) -> None:
+        self._move(GroupState.SHARDED)  # first: interrupted here, memory is lost from the budget, never a value
         self._give_back()
-        self._move(GroupState.SHARDED)
 
     def _give_back(self) -> None:
         if not self.buffer.exported():

@@ -127,6 +127,9 @@ class GuardedParameter(nn.Parameter):
     def set_(self, *_: Any, **__: Any) -> NoReturn:  # torch asks no __torch_function__ for this one
         _refuse(self, "set_()")
 
+    def as_subclass(self, *_: Any, **__: Any) -> NoReturn:  # nor for this one
+        _refuse(self, "as_subclass()")
+
     grad = PresentParameter.grad
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes a keyword of its own printing code

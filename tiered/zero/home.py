@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -53,7 +53,7 @@ class ParamHome:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        with self.group.opened(current_phase()), graph.saving_notes():
+        with self.group.opened(current_phase()), graph.saving_notes(beside_others=False):
             yield
 
     def note_write(self) -> None:
@@ -79,10 +79,12 @@ class ParamHome:
             raise UsageError(f"setting the gradient of '{self.name}' with several ranks is not supported")
         if grad is not None:
             self.model.start_training(self.group)
+        self._clear_slot()
         self.grads.replace(self.position, grad)
 
     def clear_grad(self, set_to_none: bool) -> None:
         """Drop the gradient, or set it to zero if there is one."""
+        self._clear_slot()
         if set_to_none:
             self.grads.replace(self.position, None)
         else:
@@ -94,7 +96,7 @@ class ParamHome:
             self.model.start_training(self.group)
             with torch._C.DisableTorchFunctionSubclass():
                 register: Any = self.param.register_post_accumulate_grad_hook
-                self._hook = register(self._arrive)
+                self._hook = register(_arrival(weakref.ref(self)))
 
     # --- the state dict ---
 
@@ -122,13 +124,29 @@ class ParamHome:
 
     # --- inside ---
 
-    def _arrive(self, param: torch.Tensor) -> None:
+    def _clear_slot(self) -> None:
+        """Empty autograd's own slot: a backward that did not finish may have left a gradient there."""
+        with torch._C.DisableTorchFunctionSubclass():
+            _GRAD.__set__(self.param, None)
+
+    def arrive(self, param: torch.Tensor) -> None:
+        """Take the gradient that backward has finished out of autograd's slot."""
         with torch._C.DisableTorchFunctionSubclass():
             grad = _GRAD.__get__(param)
             _GRAD.__set__(param, None)
         if grad is not None:
             self.grads.arrive(self.position, grad)
             self.model.gradient_arrived()
+
+
+def _arrival(home: weakref.ref[ParamHome]) -> Callable[[torch.Tensor], None]:
+    """The hook on a parameter; weak, since autograd holds it where the garbage collector cannot see."""
+
+    def arrived(param: torch.Tensor) -> None:
+        if (owner := home()) is not None:
+            owner.arrive(param)
+
+    return arrived
 
 
 class GoneHome:

@@ -52,6 +52,7 @@ class ShardedModel:
         self.grads: list[GroupGrads] = []
         self.homes: list[ParamHome] = []
         self.units: list[Unit] = []
+        self.holders: list[nn.Module] = []  # modules that hold parameters directly
         self.reserve = reserve
         self.closed = False
         self.failure: BaseException | None = None  # of a step that could not be completed: the states are torn
@@ -158,6 +159,8 @@ class ShardedModel:
         """Back to a plain module; see `tiered.close`."""
         if self.closed:
             return
+        if any(group.in_use for group in self.groups):
+            raise UsageError("close() inside a forward or a gather() of the model: leave it first")
         if keep_weights:
             self.drain()
             self._check_room()
@@ -210,6 +213,7 @@ class ShardedModel:
             unguard(param)
             del param.__dict__[ATTRIBUTE]
             param.data = value
+            home.group.buffer.unseal_one()
         else:
             guard(param)
             param.__dict__[ATTRIBUTE] = GoneHome(home.name)
@@ -218,7 +222,7 @@ class ShardedModel:
     def _restore_modules(self) -> None:
         for unit in self.units:
             unit.restore()
-        for module in self.module.modules():
+        for module in self.holders:
             statedict.restore(module)
         self.module.__class__ = self._class
         self.module.__dict__.pop(MODEL_ATTRIBUTE, None)
@@ -256,6 +260,9 @@ class ShardedModule(nn.Module):
         model: ShardedModel | None = self.__dict__.get(MODEL_ATTRIBUTE)
         for home in model.homes if model is not None else ():
             home.clear_grad(set_to_none)
+        for param in self.parameters():
+            if ATTRIBUTE not in param.__dict__ and param.grad is not None:  # added after the model was sharded
+                param.grad = None if set_to_none else torch.zeros_like(param.grad)
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         raise UsageError(

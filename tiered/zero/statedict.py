@@ -64,6 +64,8 @@ class _Load(_Copyless):
     def __call__(self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *rest: Any) -> None:
         if isinstance(local_metadata, dict) and local_metadata.get("assign_to_params_buffers"):
             raise UsageError("load_state_dict(assign=True) would replace sharded parameters: use assign=False")
+        if torch.__future__.get_swap_module_params_on_conversion():
+            raise UsageError("load_state_dict() that swaps parameters would replace sharded ones: switch that off")
         type(self._module)._load_from_state_dict(self._module, state_dict, prefix, local_metadata, *rest)
         for name, home in _homes(self._module).items():
             value = state_dict.get(prefix + name)

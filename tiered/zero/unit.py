@@ -10,6 +10,7 @@ Invariant: `restore` leaves the module exactly as it was found.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -47,7 +48,7 @@ class Unit:
         self.holds = False  # keep the groups from forward until the end of backward
         self._module = module
         self._had_forward = "forward" in module.__dict__
-        self._forward: Callable[..., Any] = module.forward
+        self.forward: Callable[..., Any] = module.forward  # the module's own
 
     def install(self) -> None:
         """Replace the module's forward. Raises UsageError for a module that cannot be replaced."""
@@ -58,7 +59,7 @@ class Unit:
     def restore(self) -> None:
         """Give the module its own forward back."""
         if self._had_forward:
-            self._module.forward = self._forward
+            self._module.forward = self.forward
         else:
             self._module.__dict__.pop("forward", None)
 
@@ -74,7 +75,7 @@ class Unit:
                 if self.holds and phase is Phase.FORWARD:
                     group.hold()
             scope.enter_context(graph.saving_notes())
-            return self._forward(*args, **kwargs)
+            return self.forward(*args, **kwargs)
 
 
 class _ScopedForward:
@@ -82,6 +83,7 @@ class _ScopedForward:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
+        functools.update_wrapper(self, unit.forward)  # the signature is the module's own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._unit.run(args, kwargs)
