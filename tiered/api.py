@@ -177,8 +177,7 @@ def _open_device(config: Config) -> Device:
         return CpuDevice()
     if config.device_name == "emulated":
         return EmulatedDevice(config.emulation)
-    chosen = "chosen because a GPU is present" if config.device is None else "asked for"
-    raise ConfigError(f"device={config.device_name!r} ({chosen}): this version runs on the CPU: set device='cpu'")
+    raise ConfigError(f"device={config.device_name!r}: this version does not use a GPU yet: set device='cpu'")
 
 
 def _accumulate(dst: torch.Tensor, src: torch.Tensor, add: bool) -> float:

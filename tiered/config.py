@@ -93,7 +93,8 @@ class Emulation:
 class Config:
     """Where a model's states may live, and how much of each memory they may use.
 
-    device: "cuda", "cpu" or "emulated"; None picks cuda if present, else cpu.
+    device: "cpu" or "emulated" (a CPU device behind an asynchronous link, for tests); None is the CPU. "cuda" is
+        refused: this version does not use a GPU yet.
     device_budget: bytes (or "20GiB") that gathered parameters may take on the device. None: on a GPU what is free, on
         a CPU a window of the three largest groups.
     host_budget: bytes of RAM for everything kept on the host: parameters, gradients, optimizer states, staging.
@@ -150,9 +151,8 @@ class Config:
 
     @property
     def device_name(self) -> str:
-        """The device chosen: `device`, or cuda where a GPU is present, else cpu."""
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return self.device or ("cuda" if found is not None and found.type == "cuda" else "cpu")
+        """The device chosen: `device`, or the CPU."""
+        return self.device or "cpu"
 
     @property
     def directories(self) -> tuple[Path, ...]:

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from tiered.device.interrupt import uninterrupted
 from tiered.errors import ConfigError, UsageError
 from tiered.optim import kernels, pipeline
-from tiered.optim.interrupt import uninterrupted
 from tiered.optim.kernels import Segment
 from tiered.optim.scaler import LossScaler
 from tiered.optim.state import export_state, import_state

@@ -20,10 +20,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from tiered.device.interrupt import uninterrupted
 from tiered.device.memory import Memory, page_ceil
 from tiered.device.ticket import Finished, Ticket, settled
 from tiered.errors import UsageError
@@ -91,7 +93,8 @@ class TieredStore:
         """
         block.check()
         if block.state is BlockState.NVME:
-            self._fetch(block, fresh)
+            with uninterrupted():
+                self._fetch(block, fresh)
         self._settle(block)
         block.pins += 1
         return _memory(block)
@@ -146,7 +149,10 @@ class TieredStore:
             return Finished()
         self._settle(block)
         self._meter.count("nvme", read=nbytes)
-        return self._watched(block, memory, self._drives().read(_extent(block), memory.address + at, nbytes, offset))
+        with uninterrupted():  # a transfer that has begun is always registered
+            return self._watched(
+                block, memory, self._drives().read(_extent(block), memory.address + at, nbytes, offset)
+            )
 
     def write(self, block: Block, memory: Memory, *, at: int = 0, offset: int = 0, nbytes: int | None = None) -> Ticket:
         """Copy `nbytes` (default: to the block's end) of `memory` from byte `at` on into the block at `offset`."""
@@ -162,7 +168,10 @@ class TieredStore:
             return Finished()
         self._settle(block)
         self._meter.count("nvme", written=nbytes)
-        return self._watched(block, memory, self._drives().write(_extent(block), memory.address + at, nbytes, offset))
+        with uninterrupted():
+            return self._watched(
+                block, memory, self._drives().write(_extent(block), memory.address + at, nbytes, offset)
+            )
 
     def load(self, block: Block, out: torch.Tensor, offset: int) -> None:
         """Fill `out` (1-D uint8, any size) with the block's bytes from `offset` on, through bounded staging."""
@@ -309,7 +318,8 @@ class TieredStore:
             evicted = [cached[key] for key in chosen or () if isinstance(key, BlockKey)]
             for block in evicted:
                 if block.dirty and block.state is BlockState.HOST:
-                    self._flush(block)
+                    with uninterrupted():
+                        self._flush(block)
             for block in evicted:
                 self._settle(block)
                 self._drop(block)
@@ -323,6 +333,7 @@ class TieredStore:
     def _watched(self, block: Block, memory: Memory, ticket: Ticket) -> Ticket:
         """`ticket`, whose failure fails the block, and which keeps `memory` mapped and committed until it is done."""
         owner: Memory | None = memory
+        store = weakref.ref(self)  # the thread that completes transfers may hold the last `note` for long
 
         def note() -> None:
             nonlocal owner
@@ -330,7 +341,8 @@ class TieredStore:
             try:
                 ticket.wait(0)
             except BaseException as error:
-                self._fail(block, error)
+                if (alive := store()) is not None:
+                    alive._fail(block, error)
 
         ticket.add_done_callback(note)
         return memory.busy(ticket)

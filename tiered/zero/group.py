@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from tiered.device.interrupt import uninterrupted
 from tiered.device.memory import Memory, page_ceil
 from tiered.device.ticket import Finished, Ticket, chain, settled
 from tiered.errors import UsageError
@@ -135,14 +136,15 @@ class ParamGroup:
 
     def begin_fetch(self) -> None:
         """Charge the device budget and start gathering into the buffer."""
-        self.runtime.budget.charge(self.nbytes, f"group '{self.name}'")
-        try:
-            self.buffer.commit()
-            self._ticket = self._start()
-        except BaseException:
-            self._give_back()
-            raise
-        self._move(GroupState.GATHERING)
+        with uninterrupted():
+            self.runtime.budget.charge(self.nbytes, f"group '{self.name}'")
+            try:
+                self.buffer.commit()
+                self._ticket = self._start()
+            except BaseException:
+                self._give_back()
+                raise
+            self._move(GroupState.GATHERING)
 
     def wait(self) -> None:
         """Return when the group is gathered; raises what gathering raised, and the group is sharded again."""
@@ -152,15 +154,16 @@ class ParamGroup:
         if not ticket.done():
             with self.runtime.meter.stalled("fetch"):
                 settled(ticket)
-        self._ticket = None
-        if staging is not None:
-            self.runtime.store.unstage(staging)
-        try:
-            ticket.wait()
-        except BaseException:
-            self._away()
-            raise
-        self._move(GroupState.UNSHARDED)
+        with uninterrupted():
+            self._ticket = None
+            if staging is not None:
+                self.runtime.store.unstage(staging)
+            try:
+                ticket.wait()
+            except BaseException:
+                self._away()
+                raise
+            self._move(GroupState.UNSHARDED)
 
     def poll(self) -> bool:
         """Complete gathering if all has arrived; True once nothing is in flight. A failure shows at the next use."""
@@ -371,8 +374,9 @@ class ParamGroup:
             store.patch(block, torch.where(same, master, part.float()).view(torch.uint8), start * 4)
 
     def _away(self) -> None:
-        self._move(GroupState.SHARDED)  # first: interrupted here, memory is lost from the budget, never a value
-        self._give_back()
+        with uninterrupted():
+            self._move(GroupState.SHARDED)
+            self._give_back()
 
     def _give_back(self) -> None:
         if not self.buffer.exported():

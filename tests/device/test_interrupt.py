@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import tiered
+from tiered.device.interrupt import uninterrupted
 from tiered.optim import pipeline
-from tiered.optim.interrupt import uninterrupted
 
 
 def interrupt() -> None:

@@ -1,4 +1,7 @@
-"""Ctrl-C while a step is being committed: it waits until the step is whole, so that states are never torn."""
+"""Ctrl-C waits where stopping half way would tear something: a step, or a transfer between its start and its record.
+
+Nests: an inner block hands a held signal to the outer one.
+"""
 
 from __future__ import annotations
 
