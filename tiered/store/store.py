@@ -139,9 +139,7 @@ class TieredStore:
 
     def read(self, block: Block, memory: Memory, *, at: int = 0, offset: int = 0, nbytes: int | None = None) -> Ticket:
         """Copy `nbytes` (default: all from `offset`) of the block to `memory` from byte `at` on."""
-        block.check()
-        nbytes = block.nbytes - offset if nbytes is None else nbytes
-        _check_range(block, memory, at, offset, nbytes)
+        nbytes = _span(block, memory, at, offset, nbytes)
         if not nbytes:
             return Finished()
         if self.resident(block):
@@ -156,9 +154,7 @@ class TieredStore:
 
     def write(self, block: Block, memory: Memory, *, at: int = 0, offset: int = 0, nbytes: int | None = None) -> Ticket:
         """Copy `nbytes` (default: to the block's end) of `memory` from byte `at` on into the block at `offset`."""
-        block.check()
-        nbytes = block.nbytes - offset if nbytes is None else nbytes
-        _check_range(block, memory, at, offset, nbytes)
+        nbytes = _span(block, memory, at, offset, nbytes)
         if not nbytes:
             return Finished()
         if self.resident(block):
@@ -373,12 +369,18 @@ def _windows(block: Block, offset: int, nbytes: int) -> Iterator[tuple[int, int]
             yield start, min(start + WINDOW_BYTES, block.nbytes)
 
 
-def _check_range(block: Block, memory: Memory, at: int, offset: int, nbytes: int) -> None:
-    """A range past either end would be memory of somebody else: a fault of this program, never let through."""
+def _span(block: Block, memory: Memory, at: int, offset: int, nbytes: int | None) -> int:
+    """The bytes of a transfer with a block that is whole: `nbytes`, or all from `offset`.
+
+    A range past either end would be memory of somebody else: a fault of this program, never let through.
+    """
+    block.check()
+    nbytes = block.nbytes - offset if nbytes is None else nbytes
     if not (0 <= at <= at + nbytes <= memory.nbytes and 0 <= offset <= offset + nbytes <= block.nbytes):
         raise RuntimeError(
             f"{block.key}: bytes {offset}+{nbytes} of {block.nbytes} do not fit memory at {at} of {memory.nbytes}"
         )
+    return nbytes
 
 
 def _quietly(ticket: Ticket) -> None:
