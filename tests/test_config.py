@@ -132,8 +132,3 @@ def test_a_link_has_a_positive_speed(field: str, speed: float) -> None:
 def test_a_delay_is_not_negative(delay: float) -> None:
     with pytest.raises(ConfigError, match="max_delay_s"):
         Emulation(max_delay_s=delay)
-
-
-def test_the_device_is_the_one_named_or_one_that_is_there() -> None:
-    assert Config(device="emulated").device_name == "emulated"
-    assert Config().device_name in ("cpu", "cuda")

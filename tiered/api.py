@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tiered.config import Config
+from tiered.device import cuda
 from tiered.device.base import Device
 from tiered.device.cpu import CpuDevice
 from tiered.device.emulated import EmulatedDevice
@@ -27,6 +28,7 @@ from tiered.store.store import WINDOW_BYTES, TieredStore
 from tiered.store.tier import Budget, Tier
 from tiered.zero.build import build, gather_paths, plan_groups
 from tiered.zero.collectives import Ranks
+from tiered.zero.grads import Kernels
 from tiered.zero.guard import home_of
 from tiered.zero.home import ParamHome
 from tiered.zero.init import Nursery
@@ -36,6 +38,7 @@ from tiered.zero.runtime import Runtime
 
 M = TypeVar("M", bound=nn.Module)
 _HOST_SHARE = 0.8  # of what is available, where no host_budget is given
+_DEVICE_SHARE = 0.9  # of what a GPU has free, where no device_budget is given
 
 
 @contextlib.contextmanager
@@ -67,24 +70,31 @@ def shard(model: M, config: Config) -> M:
     _check_config(config)
     if not isinstance(model, nn.Module):
         raise UsageError(f"shard() takes a torch.nn.Module, got {type(model).__name__}")
-    ranks = Ranks()
+    kind = _device_name(config)
+    ranks = Ranks("cuda" if kind == "cuda" else "cpu")
     plans = plan_groups(model, config, ranks.size)
     units, groups = plans
-    in_place = config.device_name == "cpu" and ranks.size == 1
     host_limit = _host_limit(config)
-    sizes = [g.sizes() for g in groups]
-    placement = place_groups(sizes, gather_paths(model, units, groups), config, host_limit, in_place=in_place)
     meter = Meter()
     with contextlib.ExitStack() as undo:
+        device = _open_device(kind, config)
+        undo.callback(device.close)
+        placement = place_groups(
+            [g.sizes() for g in groups],
+            gather_paths(model, units, groups),
+            config,
+            host_limit,
+            in_place=device.in_place and ranks.size == 1,
+            lone=ranks.size == 1,
+            free=int(device.free_bytes() * _DEVICE_SHARE) if kind == "cuda" else None,
+        )
         space = _open_space(config, ranks.rank) if config.directories else None
         if space is not None:
             undo.callback(space.close)
-        device = _open_device(config)
-        undo.callback(device.close)
-        store = TieredStore(Budget(Tier.HOST, host_limit), space, meter)
+        store = TieredStore(Budget(Tier.HOST, host_limit), space, meter, device=device)
         budget = Budget(Tier.DEVICE, placement.device_limit)
         runtime = Runtime(device=device, store=store, budget=budget, meter=meter, ranks=ranks)
-        build(model, config, runtime, plans, placement, _accumulate)
+        build(model, config, runtime, plans, placement, Kernels(_accumulate, kernels.sum_of_squares))
         undo.pop_all()
     return model
 
@@ -126,9 +136,11 @@ def gather(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter], 
 def stats(model: nn.Module) -> Stats:
     """A frozen snapshot of a sharded model's counters. Raises UsageError for a model that is not sharded."""
     sharded = _sharded(model)
+    sharded.settle()
     sharded.executor.poll()
     runtime, meter = sharded.runtime, sharded.runtime.meter
     nvme = sum(b.nbytes for b in runtime.store.blocks() if b.home is Tier.NVME)
+    allocated, most = runtime.device.allocated() or (0, 0)
     placement: dict[str, dict[str, int]] = {}
     for block in runtime.store.blocks():
         tiers = placement.setdefault(block.key.kind, {})
@@ -144,6 +156,11 @@ def stats(model: nn.Module) -> Stats:
         stall_seconds=dict(meter.stalls),
         hit_rate=meter.hits / meter.uses if meter.uses else 1.0,
         placement=placement,
+        pinned_bytes=runtime.device.pinned_bytes(),
+        activation_bytes=sharded.room.activations,
+        device_allocated_bytes=allocated,
+        device_peak_allocated_bytes=most,
+        device_fragmentation_bytes=runtime.device.fragmentation_bytes(),
     )
 
 
@@ -172,12 +189,14 @@ def _open_space(config: Config, rank: int) -> SwapSpace:
     return SwapSpace(config.directories, rank=rank, threads=config.io_threads)
 
 
-def _open_device(config: Config) -> Device:
-    if config.device_name == "cpu":
+def _device_name(config: Config) -> str:
+    return config.device or ("cuda" if cuda.available() else "cpu")
+
+
+def _open_device(kind: str, config: Config) -> Device:
+    if kind == "cpu":
         return CpuDevice()
-    if config.device_name == "emulated":
-        return EmulatedDevice(config.emulation)
-    raise ConfigError(f"device={config.device_name!r}: this version does not use a GPU yet: set device='cpu'")
+    return EmulatedDevice(config.emulation) if kind == "emulated" else cuda.CudaDevice()
 
 
 def _accumulate(dst: torch.Tensor, src: torch.Tensor, add: bool) -> float:

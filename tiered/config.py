@@ -93,15 +93,18 @@ class Emulation:
 class Config:
     """Where a model's states may live, and how much of each memory they may use.
 
-    device: "cpu" or "emulated" (a CPU device behind an asynchronous link, for tests); None is the CPU. "cuda" is
-        refused: this version does not use a GPU yet.
-    device_budget: bytes (or "20GiB") that gathered parameters may take on the device. None: on a GPU what is free, on
-        a CPU a window of the three largest groups.
+    device: "cuda", "cpu" or "emulated" (a CPU device behind an asynchronous link, for tests); None is the GPU where
+        torch sees one, else the CPU.
+    device_budget: bytes (or "20GiB") of the device for everything: gathered parameters, states that live there and,
+        on a GPU, activations as measured. None: on a GPU nine tenths of what is free, on a CPU a window of the three
+        largest groups.
     host_budget: bytes of RAM for everything kept on the host: parameters, gradients, optimizer states, staging.
         None: four fifths of the memory that is available (cgroup limits respected).
     nvme: directory or directories for swap files; None: nothing goes to a drive.
     param_tier, optimizer_tier: "device", "host", "nvme", or "auto": the fastest tier first within the budgets, what
-        does not fit goes down, group by group. optimizer_tier="device" is the host where the device is the CPU.
+        does not fit goes down, group by group. optimizer_tier="device" keeps whole groups on a GPU, updated there by
+        torch's fused kernel; "auto" does so with the first groups, once a step has shown what activations need. Where
+        the device is the CPU it is the host.
     stage: ZeRO stage; 3 partitions parameters, gradients and optimizer states.
     groups: module classes whose instances are each gathered as one group; None: elements of ModuleList and
         Sequential, large single layers, and the rest.
@@ -148,11 +151,6 @@ class Config:
             if not all(isinstance(g, type) and issubclass(g, torch.nn.Module) for g in groups):
                 raise ConfigError(f"groups={self.groups!r}: give a tuple of torch.nn.Module classes, or None")
             object.__setattr__(self, "groups", groups)
-
-    @property
-    def device_name(self) -> str:
-        """The device chosen: `device`, or the CPU."""
-        return self.device or "cpu"
 
     @property
     def directories(self) -> tuple[Path, ...]:

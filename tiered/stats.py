@@ -27,6 +27,12 @@ class Stats:
     stall_seconds: seconds the training loop waited, by cause.
     hit_rate: share of a moving group's uses that found it present or on its way; 1.0 when nothing moves.
     placement: kind of state -> tier name -> bytes whose home is there.
+    pinned_bytes: page-locked bytes of RAM now; they are part of the host's.
+    activation_bytes: the most that anything beside the budget's own bytes has taken on the device, as measured between
+        uses of groups: activations, temporaries, gradients, inputs. 0 where the device measures nothing.
+    device_allocated_bytes, device_peak_allocated_bytes: bytes of the device allocated for tensors of this process, now
+        and at most so far; 0 where the device measures nothing.
+    device_fragmentation_bytes: bytes of the device that torch's allocator holds beyond what is allocated.
     """
 
     steps: int
@@ -39,6 +45,11 @@ class Stats:
     stall_seconds: Mapping[str, float]
     hit_rate: float
     placement: Mapping[str, Mapping[str, int]]
+    pinned_bytes: int = 0
+    activation_bytes: int = 0
+    device_allocated_bytes: int = 0
+    device_peak_allocated_bytes: int = 0
+    device_fragmentation_bytes: int = 0
 
 
 class Meter:

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,13 +80,13 @@ def test_a_step_interrupted_half_way_is_taken_whole(monkeypatch: pytest.MonkeyPa
             if hit:
                 run = pipeline.run
 
-                def struck(store: object, meter: object, groups: object, update: pipeline.Update) -> None:
+                def struck(store: object, meter: object, groups: object, update: pipeline.Update, *more: Any) -> None:
                     def update_and_strike(chunk: pipeline.Chunk, tensors: dict[str, torch.Tensor]) -> None:
                         update(chunk, tensors)
                         if chunk.group.index == 1:
                             interrupt()
 
-                    run(store, meter, groups, update_and_strike)  # type: ignore[arg-type]
+                    run(store, meter, groups, update_and_strike, *more)  # type: ignore[arg-type]
 
                 monkeypatch.setattr(pipeline, "run", struck)
                 with pytest.raises(KeyboardInterrupt):
@@ -108,12 +109,12 @@ def test_a_step_that_fails_half_way_is_named_by_every_later_step(monkeypatch: py
         model(torch.ones(2, 8)).sum().backward()
         run = pipeline.run
 
-        def failing(store: object, meter: object, groups: object, update: pipeline.Update) -> None:
+        def failing(store: object, meter: object, groups: object, update: pipeline.Update, *more: Any) -> None:
             def once(chunk: pipeline.Chunk, tensors: dict[str, torch.Tensor]) -> None:
                 update(chunk, tensors)
                 raise OSError(5, "the drive is gone")
 
-            run(store, meter, groups, once)  # type: ignore[arg-type]
+            run(store, meter, groups, once, *more)  # type: ignore[arg-type]
 
         monkeypatch.setattr(pipeline, "run", failing)
         with pytest.raises(OSError, match="drive is gone"):

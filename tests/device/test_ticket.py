@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tiered.device.ticket import Completion, Finished, Ticket, chain
+from tiered.device.ticket import Completion, Finished, Ticket, after
 
 
 def test_a_completion_is_done_when_it_is_finished_and_not_before() -> None:
@@ -64,45 +64,36 @@ def test_what_is_finished_stays_finished() -> None:
     assert ran == [1]
 
 
-def test_a_chain_starts_the_second_after_the_first_and_ends_after_the_second() -> None:
-    first, second = Completion(), Completion()
-    started: list[bool] = []
-
-    def then() -> Ticket:
-        started.append(first.done())
-        return second
-
-    whole = chain(first, then)
-    assert (started, whole.done()) == ([], False)
-    first.finish()
-    assert (started, whole.done()) == ([True], False)
-    second.finish()
-    whole.wait(0)
-
-
-def test_a_chain_whose_first_fails_never_starts_the_second() -> None:
+def test_what_comes_after_a_ticket_runs_when_it_ends_and_is_part_of_the_whole() -> None:
     first = Completion()
-    started: list[int] = []
-    whole = chain(first, lambda: (started.append(1), Finished())[1])
+    ran: list[bool] = []
+    whole = after(first, lambda: ran.append(first.done()))
+    assert (ran, whole.done()) == ([], False)
+    first.finish()
+    whole.wait(0)
+    assert ran == [True]
+
+
+def test_after_a_failure_nothing_runs_and_the_whole_has_its_error() -> None:
+    first = Completion()
+    ran: list[int] = []
+    whole = after(first, lambda: ran.append(1))
     first.finish(OSError("the read failed"))
     with pytest.raises(OSError, match="the read failed"):
         whole.wait(0)
-    assert started == []
+    assert ran == []
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_a_chain_has_the_error_of_its_second(early: bool) -> None:
-    first, second = Completion(), Completion()
-    whole = chain(first, lambda: second)
-    for ticket in (first, second) if not early else (second, first):
-        ticket.finish(OSError("the copy failed") if ticket is second else None)
-    with pytest.raises(OSError, match="the copy failed"):
-        whole.wait(0)
-
-
-def test_a_chain_whose_second_cannot_start_has_that_error() -> None:
-    def then() -> Ticket:
+def test_the_whole_has_the_error_of_what_runs_after(early: bool) -> None:
+    def then() -> None:
         raise ValueError("no room")
 
+    first = Completion()
+    if early:
+        first.finish()
+    whole = after(first, then)
+    if not early:
+        first.finish()
     with pytest.raises(ValueError, match="no room"):
-        chain(Finished(), then).wait(0)
+        whole.wait(0)

@@ -89,7 +89,7 @@ def test_a_flipped_byte_of_an_evicted_gradient_stops_the_step_and_stays_an_error
     try:
         model(torch.ones(2, model.width)).backward()
         store = model.__dict__[MODEL_ATTRIBUTE].runtime.store
-        store.unstage(store.staging(store.room(), "a test that leaves no memory to cache gradients in"))
+        store.unstage(store.staging(store.room(evicting=True), "a test that leaves no memory to cache gradients in"))
         block = block_of(model, 5, "grad")
         assert block.memory is None, "the gradient is not on the drive"
         flip(swap, block, 99)

@@ -11,6 +11,7 @@ Invariants:
 and two correct runs would differ. `ATOL` is a thousandth of one step's usual change.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import deferred
 import torch
 from models import Batch, Case
 from torch import Tensor, nn
@@ -35,7 +37,9 @@ PAGE = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where tiered keeps a run's bytes; `delay_s` bounds the random delay of each emulated copy."""
+    """Where tiered keeps a run's bytes; `delay_s` bounds the random delay of each emulated copy.
+
+    `late`: what computes is late too, as on a GPU; see `deferred`."""
 
     name: str
     device: str = "cpu"
@@ -43,12 +47,14 @@ class Placement:
     optimizer: str = "host"
     deferred: bool = False
     delay_s: float = 0.0
+    late: bool = False
 
 
 HOST = Placement(name="host")
 NVME = Placement(name="nvme", param="nvme", optimizer="nvme")
 EMULATED = Placement(name="emulated", device="emulated", param="nvme", optimizer="nvme", deferred=True, delay_s=5e-4)
-PLACEMENTS = (HOST, NVME, EMULATED)
+LATE = replace(EMULATED, name="late", late=True)
+PLACEMENTS = (HOST, NVME, EMULATED, LATE)
 
 
 class PlainAdamW(torch.optim.AdamW):
@@ -159,7 +165,7 @@ def budgets(build: Callable[[], nn.Module], place: Placement) -> tuple[int | Non
     host = 24 * largest + 24 * PAGE + total * (place.param in keeps_host) + 3 * total * (place.optimizer in keeps_host)
     if place.device == "cpu":
         return None, host
-    keeps = total * (place.param == "device") + 3 * total * (place.optimizer == "device")
+    keeps = total * (place.param == "device") + 4 * total * (place.optimizer == "device")
     return 5 * largest + 8 * PAGE + keeps, host
 
 
@@ -198,7 +204,24 @@ def tiered_session(
     **settings: Any,
 ) -> Iterator[Session]:
     """A session in tiered; on a clean exit the module must be plain, hold its weights, and leave no swap file."""
-    chosen = config_for(case.build, place, swap, **(config or {}))
+    with contextlib.ExitStack() as stack:
+        if place.late:
+            stack.enter_context(deferred.compute(place.delay_s, SEED))
+        yield stack.enter_context(_sharded(case, place, swap, prepare, groups, config or {}, settings))
+    assert not list(swap.iterdir()), "close() left something in the swap directory"
+
+
+@contextmanager
+def _sharded(
+    case: Case,
+    place: Placement,
+    swap: Path,
+    prepare: Prepare | None,
+    groups: Any,
+    config: dict[str, Any],
+    settings: dict[str, Any],
+) -> Iterator[Session]:
+    chosen = config_for(case.build, place, swap, **config)
     torch.manual_seed(SEED)
     if place.deferred:
         with tiered.deferred_init(chosen):
@@ -215,7 +238,6 @@ def tiered_session(
     finally:
         tiered.close(model)
     same(copied(model.state_dict()), trained, exact=True, where="weights after close")
-    assert not list(swap.iterdir()), "close() left something in the swap directory"
 
 
 def same(got: Any, want: Any, *, exact: bool, where: str = "result", rtol: float = RTOL, atol: float = ATOL) -> None:

@@ -148,11 +148,19 @@ def test_every_combination_trains_bit_equal_to_the_host_run_and_close_to_plain_t
         delay_s=1e-3,
     )
     case = case_with(row.checkpointing)
+    if row.device == "emulated" and row.optimizer == "device" and row.param in ("host", "nvme"):
+        with (
+            pytest.raises(tiered.ConfigError, match="optimizer_tier='device' keeps parameters on the device too"),
+            tiered_session(case, place, swap, prepare=preparation(row)),
+        ):
+            pass
+        return
     with tiered_session(case, place, swap, prepare=preparation(row), max_grad_norm=0.5) as session:
         got = train(session, row.accumulate)
         assert_moved(session, place)
     same(host, plain, exact=False, where="host run against plain torch")
-    same(got, host, exact=True, where="this placement against the host run")
+    exact = not (row.device == "emulated" and row.optimizer == "device")  # updated there, by torch's own kernel
+    same(got, host, exact=exact, where="this placement against the host run")
 
 
 @pytest.mark.parametrize("place", [NVME, EMULATED], ids=lambda place: place.name)

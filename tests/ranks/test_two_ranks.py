@@ -41,7 +41,10 @@ def start(scenario: str, out: Path, swap: Path, ranks: int) -> dict[str, Any]:
     return {path.stem: torch.load(path) for path in out.iterdir()}
 
 
-@pytest.mark.parametrize("scenario", ["host", "nvme", "accumulated", "frozen", "branch", "edited", "overflow"])
+SCENARIOS = ["host", "nvme", "device", "accumulated", "frozen", "branch", "edited", "overflow"]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
 def test_two_ranks_train_what_one_rank_trains_on_the_joined_batch(scenario: str, tmp_path: Path) -> None:
     swap, pair, single = tmp_path / "swap", tmp_path / "pair", tmp_path / "single"
     for folder in (swap, pair, single):
@@ -55,6 +58,7 @@ def test_two_ranks_train_what_one_rank_trains_on_the_joined_batch(scenario: str,
         torch.testing.assert_close(outcome["moments"], want["moments"], rtol=1e-3, atol=1e-5)
         assert outcome["skipped"] == want["skipped"] == (scenario == "overflow")
         torch.testing.assert_close(outcome["after close"], outcome["weights"], rtol=0, atol=0)
-        assert (outcome["moved"]["nvme"] > 0) == (scenario != "host")
+        assert (outcome["moved"]["nvme"] > 0) == (scenario not in ("host", "device"))
+        assert (outcome["moved"]["device"] > 0) == (scenario == "device")
     torch.testing.assert_close(got["0"]["weights"], got["1"]["weights"], rtol=0, atol=0)
     assert not list(swap.iterdir()), "swap files were left behind"

@@ -39,6 +39,9 @@ class Net(nn.Module):
 def config(scenario: str, swap: str) -> Any:
     if scenario == "host":
         return tiered.Config(device="cpu", host_budget="8MiB")
+    if scenario == "device":  # gathered and reduced in a device's own memory, as on several GPUs
+        late = tiered.Emulation(max_delay_s=1e-3)
+        return tiered.Config(device="emulated", host_budget="8MiB", device_budget="64KiB", nvme=swap, emulation=late)
     return tiered.Config(
         device="cpu", host_budget="1MiB", device_budget="64KiB", nvme=swap, param_tier="nvme", optimizer_tier="nvme"
     )

@@ -60,11 +60,22 @@ class FakePage:
 class Run:
     """An executor over fake pages of the given sizes."""
 
-    def __init__(self, sizes: Iterable[int], capacity: int, *, ahead: bool = True) -> None:
+    def __init__(self, sizes: Iterable[int], capacity: int, *, ahead: bool = True, stale: bool = False) -> None:
         self.budget = Budget(Tier.DEVICE, capacity)
         self.pages = [FakePage(index, size, self.budget) for index, size in enumerate(sizes)]
         self.meter = Meter()
-        self.executor = Executor(self.pages, capacity, lambda: self.budget.free, self.meter, ahead=ahead)
+        self.looked = 0
+        self.others = 0  # bytes that something else takes of the same memory
+        self.executor = Executor(self.pages, self, self.meter, ahead=ahead, stale=stale)
+
+    def capacity(self) -> int:
+        return self.budget.limit - self.others
+
+    def free(self) -> int:
+        return self.budget.free - self.others
+
+    def observe(self) -> None:
+        self.looked += 1
 
     def use(self, index: int, phase: Phase = F) -> None:
         """One use as a group makes it: pinned from before until after."""
@@ -104,6 +115,54 @@ def test_in_a_known_cycle_every_use_is_a_hit() -> None:
         run.step()
     assert run.meter.uses - before[0] == 80
     assert run.meter.hits - before[1] == 80
+
+
+def test_what_a_step_makes_stale_is_not_fetched_before_it_but_right_after_it() -> None:
+    run = Run([10] * 8, 40, stale=True)
+    for _ in range(3):
+        run.step()
+        for page in run.pages:  # as a step does: every copy is stale
+            if page.present:
+                run.executor.settle()
+                page.drop()
+        before = run.fetches
+        run.executor.stepped()
+        ahead = run.fetches - before
+    assert ahead == 4, "the room was not filled with what the next forward needs"
+    assert run.pages[0].present
+    before = run.fetches
+    run.step()
+    assert run.fetches - before <= 12, "8 in forward and the 4 that had gone in backward, none of the next step"
+
+
+def test_steps_with_nothing_between_them_are_survived() -> None:
+    run = Run([10] * 3, 40)
+    for _ in range(4):
+        run.executor.stepped()
+    run.step()
+
+
+def test_when_something_else_grows_pages_go_until_both_fit() -> None:
+    run = Run([10] * 6, 60)
+    for _ in range(3):
+        run.step()
+    assert run.budget.used == 60
+    run.others = 35
+    run.use(0)
+    assert run.budget.used <= 25
+    run.step()
+    assert run.budget.used <= 25
+
+
+def test_a_page_that_is_removed_is_never_asked_for_again() -> None:
+    run = Run([10] * 4, 40)
+    run.step()
+    run.executor.remove(run.pages[2])
+    run.pages[2].nbytes = 0
+    before = run.pages[2].fetches
+    for _ in range(3):
+        run.step()
+    assert run.pages[2].fetches == before
 
 
 def test_without_fetching_ahead_each_page_comes_when_it_is_used() -> None:

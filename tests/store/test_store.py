@@ -3,13 +3,17 @@
 import errno
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from store.conftest import OpenStore, content
 
+from tiered.config import Emulation
+from tiered.device.buffer import Buffer
+from tiered.device.cpu import CpuDevice
+from tiered.device.emulated import EmulatedDevice
 from tiered.device.memory import Memory
 from tiered.errors import BudgetError, CorruptDataError, StorageError, SwapFullError, UsageError
 from tiered.io.swapfile import SwapSpace
@@ -21,6 +25,72 @@ from tiered.store.tier import Budget, Tier
 PAGE = 4096
 MIB = 1 << 20
 Fill = Callable[[TieredStore, int, int], Block]
+
+
+class Locking(CpuDevice):
+    """A device that gains by page-locked memory, and knows what it has locked."""
+
+    in_place = False
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+
+    def pin(self, memory: Memory) -> None:
+        assert self.locked.setdefault(memory.address, memory.nbytes) == memory.nbytes
+
+    def unpin(self, memory: Memory) -> None:
+        self.locked.pop(memory.address, None)
+
+
+class Copy:
+    """A copy that is over when it is waited for, or said to be."""
+
+    def __init__(self) -> None:
+        self.reached = False
+
+    def done(self) -> bool:
+        return self.reached
+
+    def wait(self, timeout: float | None = None) -> None:
+        self.reached = True
+
+
+class OwnMemory(Buffer):
+    """Memory of a device, which the host can only read and write through it."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes, torch.zeros(nbytes, dtype=torch.uint8))
+        self.calls: list[str] = []
+
+    @property
+    def committed(self) -> bool:
+        return "decommit" not in self.calls
+
+    def read(self, out: torch.Tensor, offset: int) -> None:
+        self.calls.append("read")
+        out.copy_(self.bytes[offset : offset + out.numel()])
+
+    def write(self, data: torch.Tensor, offset: int) -> None:
+        self.calls.append("write")
+        self.bytes[offset : offset + data.numel()] = data
+
+    def decommit(self) -> None:
+        self.calls.append("decommit")
+
+
+@pytest.fixture
+def open_locking(swap: Path) -> Iterator[Callable[[int], TieredStore]]:
+    """Opens stores, with a host budget of so many bytes, whose device locks their memory."""
+    opened: list[TieredStore] = []
+
+    def open_one(budget: int) -> TieredStore:
+        space = SwapSpace([swap], threads=2)
+        opened.append(TieredStore(Budget(Tier.HOST, budget), space, Meter(), device=Locking()))
+        return opened[-1]
+
+    yield open_one
+    for store in opened:
+        store.close()
 
 
 def whole(store: TieredStore, block: Block) -> torch.Tensor:
@@ -135,11 +205,14 @@ def test_any_byte_range_is_loaded_and_patched_exactly(
     assert store.staged == 0
 
 
-def test_random_sequences_of_verbs_keep_contents_budget_and_accounts(open_store: OpenStore) -> None:
+@pytest.mark.parametrize("locking", [False, True])
+def test_random_sequences_of_verbs_keep_contents_budget_and_accounts(
+    open_store: OpenStore, open_locking: OpenStore, locking: bool
+) -> None:
     """Every verb in random order against a plain dictionary of bytes."""
     draw = random.Random(4)
     budget = 40 * PAGE
-    store = open_store(budget)
+    store = open_locking(budget) if locking else open_store(budget)
     sizes = [1, 100, PAGE, PAGE + 1, 5 * PAGE, 9 * PAGE + 17]
     blocks = [store.create(BlockKey(i, "param"), size, Tier.NVME) for i, size in enumerate(sizes)]
     blocks.append(store.create(BlockKey(9, "param"), 3000, Tier.HOST))
@@ -168,7 +241,7 @@ def test_random_sequences_of_verbs_keep_contents_budget_and_accounts(open_store:
             store.patch(block, want[block.key], 0)  # a discarded block is undefined until it is written
         assert store.host.used <= budget
         resident = sum(-(-b.nbytes // PAGE) * PAGE for b in blocks if b.memory is not None)
-        assert (store.staged, store.host.used) == (0, resident)
+        assert (store.staged, store.host.used - store._arena.idle) == (0, resident)
 
 
 # --- pins and eviction ---
@@ -226,13 +299,13 @@ def test_discarding_moves_no_byte_and_leaves_a_view_its_memory(open_store: OpenS
     assert store.host.used <= 8 * PAGE
 
 
-def test_room_is_what_staging_can_take(open_store: OpenStore, filled: Fill) -> None:
+def test_room_with_evicting_is_all_that_staging_can_take(open_store: OpenStore, filled: Fill) -> None:
     store = open_store(WINDOW_BYTES)
     blocks = [filled(store, group, MIB) for group in range(3)]
     for block in blocks:
         store.acquire(block)
     store.release(blocks[0], dirty=True)
-    assert store.room() == 2 * MIB
+    assert (store.room(), store.room(evicting=True)) == (MIB, 2 * MIB)
     memory = store.staging(2 * MIB, "all there is")
     with pytest.raises(BudgetError, match="one page more"):
         store.staging(1, "one page more")
@@ -317,6 +390,198 @@ def test_removing_a_block_gives_its_memory_and_its_space_back(open_store: OpenSt
     assert (store.host.used, list(store.blocks())) == (0, [])
     assert store._space is not None
     assert store._space.stats().drives[0].file_bytes == 5 * MIB
+
+
+# --- page-locked memory ---
+
+
+def test_memory_is_locked_for_a_device_that_copies_and_serves_again_when_it_is_given_back(
+    open_locking: OpenStore,
+) -> None:
+    store = open_locking(8 * MIB)
+    memory = store.staging(MIB, "a copy")
+    store.unstage(memory)
+    assert (store.staged, store.host.used, store.room()) == (0, MIB, 8 * MIB)
+    assert store.staging(MIB, "a copy") is memory
+    store.close()
+
+
+def test_a_device_whose_memory_is_the_hosts_locks_nothing_and_keeps_nothing() -> None:
+    store = TieredStore(Budget(Tier.HOST, MIB), None, Meter(), device=CpuDevice())
+    memory = store.staging(MIB, "a copy")
+    store.unstage(memory)
+    assert (store.host.used, memory.committed) == (0, False)
+    store.close()
+
+
+@pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
+def test_a_new_block_reads_as_zeros_in_memory_that_was_used(open_locking: OpenStore, home: Tier) -> None:
+    store = open_locking(MIB)
+    memory = store.staging(10_000, "a copy")
+    memory.bytes.fill_(9)
+    store.unstage(memory)
+    block = store.create(BlockKey(0, "grad"), 10_000, home)
+    assert store.acquire(block) is memory
+    assert not memory.bytes.any()
+
+
+def test_discarding_a_viewed_block_locks_its_other_memory_and_unlocks_what_the_viewer_keeps(swap: Path) -> None:
+    device = Locking()
+    store = TieredStore(Budget(Tier.HOST, PAGE), None, Meter(), device=device)
+    block = store.create(BlockKey(0, "grad"), PAGE, Tier.HOST)
+    view = store.acquire(block).view(torch.uint8)
+    view.fill_(5)
+    store.discard(block)
+    assert block.memory is not None
+    assert (device.locked, store.host.used) == ({block.memory.address: PAGE}, PAGE)
+    assert view.eq(5).all()
+    store.close()
+    assert (device.locked, store.host.used) == ({}, 0)
+
+
+CHANGES: dict[str, Callable[[TieredStore, Block], object]] = {
+    "write": lambda store, block: store.write(block, Memory(block.nbytes, committed=True)),
+    "patch": lambda store, block: store.patch(block, torch.empty(3, dtype=torch.uint8), 1),
+    "discard": lambda store, block: store.discard(block),
+    "remove": lambda store, block: store.remove(block),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_memory_that_a_copy_still_reads_is_not_changed(
+    open_store: OpenStore, change: Callable[[TieredStore, Block], object]
+) -> None:
+    store = open_store(MIB)
+    block = store.create(BlockKey(0, "param"), PAGE, Tier.HOST)
+    copy = Copy()
+    store.acquire(block).busy(copy)
+    store.release(block)
+    out = torch.empty(PAGE, dtype=torch.uint8)
+    store.load(block, out, 0)
+    store.read(block, Memory(PAGE, committed=True)).wait()
+    assert not copy.reached, "reading waits for no reader"
+    change(store, block)
+    assert copy.reached
+
+
+def test_retired_staging_counts_until_its_copy_is_over(open_store: OpenStore) -> None:
+    store = open_store(MIB)
+    copy = Copy()
+    memory = store.staging(PAGE, "a copy")
+    store.retire(memory, copy)
+    store.poll()
+    assert (store.staged, store.host.used, store.room(), memory.committed) == (1, PAGE, MIB, True)
+    copy.reached = True
+    assert store.staged == 0
+    store.poll()
+    assert (store.host.used, memory.committed) == (0, False)
+
+
+def test_room_is_made_by_what_is_idle_then_retiring_then_a_hint_and_at_last_by_a_cached_block(
+    open_locking: OpenStore, filled: Fill
+) -> None:
+    store = open_locking(WINDOW_BYTES)
+    block = filled(store, 0, MIB)
+    store.acquire(block)
+    store.release(block)
+    copy, hint = Copy(), store.staging(MIB, "a hint")
+    store.retire(store.staging(MIB, "a copy"), copy)
+    store.unstage(store.staging(PAGE, "a little"))
+    asked: list[bool] = []
+
+    def give_hint() -> None:
+        asked.append(True)
+        if len(asked) == 1:
+            store.unstage(hint)
+
+    store.on_pressure = give_hint
+    held = []
+
+    def made(nbytes: int) -> tuple[int, bool, int, BlockState]:
+        held.append(store.staging(nbytes, "more"))
+        return store._arena.idle, copy.reached, len(asked), block.state
+
+    assert made(MIB - PAGE) == (PAGE, False, 0, BlockState.HOST)  # there was room
+    assert made(2 * PAGE)[1:] == (True, 0, BlockState.HOST)
+    assert made(MIB)[2:] == (1, BlockState.HOST)
+    assert made(MIB)[2:] == (2, BlockState.NVME)
+    with pytest.raises(BudgetError):
+        store.staging(WINDOW_BYTES, "more than there is")
+    for memory in held:
+        store.unstage(memory)
+    assert torch.equal(whole(store, block), content(0, MIB))
+
+
+# --- memory of a device ---
+
+
+@pytest.fixture
+def emulated() -> Iterator[EmulatedDevice]:
+    device = EmulatedDevice(Emulation(max_delay_s=0.0))
+    yield device
+    device.close()
+
+
+@pytest.fixture(params=["own kind", "emulated"])
+def lent(request: pytest.FixtureRequest, emulated: EmulatedDevice) -> tuple[TieredStore, Block, Buffer]:
+    """A store and a block of 1000 zeros that lies in a device's own memory."""
+    store = TieredStore(Budget(Tier.HOST, PAGE), None, Meter(), device=emulated)
+    buffer: Buffer = OwnMemory(1000)
+    if request.param == "emulated":
+        buffer = emulated.allocate(1000)
+        emulated.commit(buffer)
+        buffer.bytes.zero_()
+    return store, store.create(BlockKey(0, "param"), 1000, Tier.DEVICE, memory=buffer), buffer
+
+
+def test_a_block_in_a_devices_memory_is_loaded_and_patched_through_it_and_costs_the_host_nothing(
+    lent: tuple[TieredStore, Block, Buffer],
+) -> None:
+    store, block, buffer = lent
+    store.patch(block, content(1, 300), 200)
+    out = torch.empty(500, dtype=torch.uint8)
+    store.load(block, out, 100)
+    assert torch.equal(out[100:400], content(1, 300))
+    assert block.memory is buffer
+    assert (store.host.peak, block.dirty) == (0, False)
+    if isinstance(buffer, OwnMemory):
+        assert buffer.calls == ["write", "read"]
+
+
+@pytest.mark.parametrize("verb", ["acquire", "fresh", "read", "write"])
+def test_what_needs_host_memory_is_refused_on_a_block_in_a_devices_memory(
+    lent: tuple[TieredStore, Block, Buffer], verb: str
+) -> None:
+    store, block, _ = lent
+    with pytest.raises(RuntimeError, match=r"param of group 0 li(es in|ves on) the device"):
+        VERBS[verb](store, block)
+    assert not store.resident(block)
+    assert (block.pins, moved(store)) == (0, (0, 0))
+
+
+@pytest.mark.parametrize("end", [CHANGES["discard"], CHANGES["remove"], lambda store, block: store.close()])
+def test_a_devices_memory_is_left_to_its_owner(
+    lent: tuple[TieredStore, Block, Buffer], end: Callable[[TieredStore, Block], object]
+) -> None:
+    store, block, buffer = lent
+    with pytest.raises(BudgetError):
+        store.staging(2 * PAGE, "more than there is")  # evicts what can go
+    end(store, block)
+    assert buffer.committed
+    assert not buffer.bytes.any()
+    assert store.host.used == 0
+    store.close()
+
+
+def test_host_memory_lent_as_a_device_computes_in_place_and_the_host_is_refunded_nothing() -> None:
+    store = TieredStore(Budget(Tier.HOST, PAGE), None, Meter(), device=CpuDevice())
+    for end in (store.remove, lambda block: store.close()):
+        memory = Memory(PAGE, committed=True)
+        block = store.create(BlockKey(0, "param"), PAGE, Tier.DEVICE, memory=memory)
+        assert store.acquire(block) is memory
+        store.release(block)
+        end(block)
+        assert (store.host.used, memory.committed) == (0, False)
 
 
 # --- failures ---

@@ -83,12 +83,34 @@ def test_the_window_is_the_largest_sum_of_groups_that_are_inside_each_other() ->
         placed(SIX, GIB, param_tier="nvme", paths=paths, device_budget=need - 1)
 
 
-def test_groups_stay_on_a_device_of_its_own_as_far_as_a_window_leaves_room() -> None:
+def test_on_a_device_of_its_own_memory_only_what_was_told_to_stays_for_good() -> None:
     one = page_ceil(40_000)
-    assert placed(SIX, GIB, device="emulated", device_budget=6 * one).sticky == frozenset(range(6))
-    assert placed(SIX, GIB, device="emulated", device_budget=4 * one).sticky == frozenset(range(3))
-    assert placed(SIX, GIB, device="emulated", device_budget=one).sticky == frozenset()
-    assert placed(SIX, GIB, device="emulated", device_budget=6 * one, param_tier="host").sticky == frozenset()
+    for tier in ("auto", "host", "nvme"):
+        assert placed(SIX, GIB, device="emulated", device_budget=6 * one, param_tier=tier).sticky == frozenset()
+    with pytest.raises(ConfigError, match=f"at least {one},"):
+        placed(SIX, GIB, device="emulated", device_budget=one - 1)
+
+
+def test_states_on_the_device_take_their_whole_group_there() -> None:
+    mixed = [group(0, 10_000), group(1, 10_000, trains=False), group(2, 10_000, itemsize=2)]
+    states = [page_ceil(n) for g in (mixed[0], mixed[2]) for n in g.shard.values()]
+    need = sum(states) + page_ceil(40_000)  # and a window for the one that moves
+    placement = placed(mixed, GIB, device="emulated", optimizer_tier="device", device_budget=need)
+    assert {placement.homes[0, kind] for kind in mixed[0].shard} == {Tier.DEVICE}
+    assert {placement.homes[2, kind] for kind in mixed[2].shard} == {Tier.DEVICE}
+    assert placement.homes[1, "param"] is Tier.HOST
+    assert placement.device_limit == need
+    for short in (need - 1, sum(states) - 1, 1):
+        with pytest.raises(ConfigError, match=rf"device_budget={short} .*at least {need}"):
+            placed(mixed, GIB, device="emulated", optimizer_tier="device", device_budget=short)
+    with pytest.raises(ConfigError, match=r"param_tier='host': use param_tier='auto' or 'device'"):
+        placed(mixed, GIB, device="emulated", optimizer_tier="device", param_tier="host")
+
+
+def test_without_a_budget_what_the_device_has_free_is_the_budget() -> None:
+    found = [[g.index] for g in SIX]
+    config = Config(device="emulated")
+    assert place_groups(SIX, found, config, GIB, in_place=False, free=1 << 20).device_limit == 1 << 20
 
 
 def test_a_device_tier_that_does_not_hold_every_parameter_is_refused_with_the_bytes() -> None:

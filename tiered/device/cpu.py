@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from tiered.device.buffer import Buffer
+from tiered.device.host import available_bytes
 from tiered.device.memory import Memory
-from tiered.device.ticket import Finished, Ticket
+from tiered.device.ticket import Event, Finished
 
 
 class CpuDevice:
@@ -18,16 +20,50 @@ class CpuDevice:
     def allocate(self, nbytes: int) -> Memory:
         return Memory(nbytes)
 
-    def release(self, buffer: Memory) -> None:
+    def commit(self, buffer: Buffer) -> None:
+        if isinstance(buffer, Memory):
+            buffer.commit()
+
+    def release(self, buffer: Buffer) -> None:
         buffer.decommit()
 
-    def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Ticket:
+    def fence(self) -> Event:
+        return Finished()
+
+    def order(self, event: Event) -> None:
+        event.wait()
+
+    def copy_in(self, destination: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
         destination.copy_(source)
         return Finished()
 
-    def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Ticket:
+    def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Event:
         destination.copy_(source)
         return Finished()
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def pin(self, memory: Memory) -> None:
+        return None
+
+    def unpin(self, memory: Memory) -> None:
+        return None
+
+    def pinned_bytes(self) -> int:
+        return 0
+
+    def allocated(self) -> tuple[int, int] | None:
+        return None
+
+    def fragmentation_bytes(self) -> int:
+        return 0
+
+    def free_bytes(self) -> int:
+        return available_bytes()
+
+    def check_usable(self) -> None:
+        return None
 
     def close(self) -> None:
         return None

@@ -8,9 +8,7 @@ Invariants:
 1. The range is unmapped when the last tensor that views it is gone, never before.
 2. Pages read as zero after `commit`. Touching decommitted memory is a fault of the program that the parameter guard
    exists to prevent, and the range is then without access rights, so it cannot pass unnoticed.
-3. `exported()` is true exactly while a tensor outside the sealed set shares the storage: such memory must not be
-   decommitted, and `decommit` refuses.
-4. Pages do not go while a transfer registered with `busy` uses them: `decommit` waits for it.
+3. Pages do not go while a transfer registered with `busy` uses them: `decommit` waits for it.
 Leaves to whom: what may be committed when (budgets) is the store's and the schedule's.
 """
 
@@ -19,11 +17,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 import weakref
 
 import torch
 
-from tiered.device.ticket import Ticket, settled
+from tiered.device.buffer import Buffer
+from tiered.device.ticket import Event, settled
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -44,11 +44,10 @@ def page_ceil(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-class Memory:
+class Memory(Buffer):
     """`nbytes` of reserved, page-aligned address space; see the file's contract."""
 
     def __init__(self, nbytes: int, *, committed: bool = False) -> None:
-        self.nbytes = nbytes
         self._span = max(page_ceil(nbytes), mmap.PAGESIZE)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         address = _libc.mmap(None, self._span, _PROT_NONE, flags, -1, 0)
@@ -59,55 +58,54 @@ class Memory:
         weakref.finalize(view, _libc.munmap, address, self._span).atexit = False
         if self._span >= _HUGE_FROM_BYTES:
             _libc.madvise(address, self._span, _MADV_HUGEPAGE)
-        self.committed = False
-        self._transfers: list[Ticket] = []
-        self.bytes: torch.Tensor = torch.frombuffer(view, dtype=torch.uint8)[:nbytes]  # (nbytes,) uint8
-        self._sealed = self._users()
+        self._committed = False
+        self._transfers: list[Event] = []
+        self._registering = threading.Lock()  # copies are given from I/O threads too
+        super().__init__(nbytes, torch.frombuffer(view, dtype=torch.uint8)[:nbytes])
         if committed:
             self.commit()
 
-    def view(self, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """1-D tensor of `dtype` over elements [start, stop) of the memory; shares it."""
-        whole = self.bytes.view(dtype) if self.nbytes else torch.empty(0, dtype=dtype)
-        return whole[start:stop]
+    @property
+    def committed(self) -> bool:
+        return self._committed
 
     def commit(self) -> None:
         """Give the range its pages; they read as zero. Raises MemoryError where the system refuses."""
-        if not self.committed:
+        if not self._committed:
             if _libc.mprotect(self.address, self._span, _PROT_READ_WRITE):
                 raise MemoryError(f"cannot commit {self.nbytes} bytes: {os.strerror(ctypes.get_errno())}")
-            self.committed = True
+            self._committed = True
 
-    def busy(self, ticket: Ticket) -> Ticket:
-        """Register a transfer that uses the memory until it is done; returns it."""
-        self._transfers = [t for t in self._transfers if not t.done()]
-        self._transfers.append(ticket)
-        return ticket
+    def read(self, out: torch.Tensor, offset: int) -> None:
+        ctypes.memmove(out.data_ptr(), self.address + offset, out.numel())
+
+    def write(self, data: torch.Tensor, offset: int) -> None:
+        self.quiet()
+        ctypes.memmove(self.address + offset, data.data_ptr(), data.numel())
+
+    def busy(self, transfer: Event) -> None:
+        """Register a transfer that uses the memory until it is done."""
+        with self._registering:
+            self._transfers = [t for t in self._transfers if not t.done()]
+            self._transfers.append(transfer)
+
+    def quiet(self) -> None:
+        """Wait until no registered transfer uses the memory, so that it may be changed."""
+        while waiting := self._transfers:
+            for transfer in waiting:
+                settled(transfer)
+            with self._registering:
+                self._transfers = [t for t in self._transfers if not t.done()]
 
     def decommit(self) -> None:
         """Return the pages to the system; the contents are gone. Waits for registered transfers."""
-        while self._transfers:
-            settled(self._transfers[-1])
-            self._transfers.pop()
+        self.quiet()
         if self.exported():
             raise RuntimeError(f"{self.nbytes} bytes of memory are still viewed by a tensor")
-        if self.committed:
-            self.committed = False
+        self._drop_pages()
+
+    def _drop_pages(self) -> None:
+        if self._committed:
+            self._committed = False
             _libc.madvise(self.address, self._span, _MADV_DONTNEED)
             _libc.mprotect(self.address, self._span, _PROT_NONE)
-
-    def seal(self) -> None:
-        """Declare the tensors that view the memory now to be its own; any further one counts as exported."""
-        self._sealed = self._users()
-
-    def unseal_one(self) -> None:
-        """One of the memory's own tensors has been given other storage."""
-        self._sealed -= 1
-
-    def exported(self) -> bool:
-        """True while a tensor beyond the sealed ones shares this memory."""
-        return self._users() > self._sealed
-
-    def _users(self) -> int:
-        storage = self.bytes.untyped_storage()
-        return int(torch._C._storage_Use_Count(storage._cdata))

@@ -1,4 +1,4 @@
-"""Tickets: one asynchronous operation each, to ask, to wait for, or to continue from.
+"""Events and tickets: one asynchronous operation each, to ask, to wait for, or (tickets) to continue from.
 
 Invariants: 1. `wait` raises what the operation raised, every time it is called. 2. A done-callback runs exactly once,
 on failure too, perhaps on the thread that finished the work.
@@ -12,14 +12,18 @@ from collections.abc import Callable
 from typing import Protocol
 
 
-class Ticket(Protocol):
-    """One asynchronous operation."""
+class Event(Protocol):
+    """A point that asynchronous work reaches."""
 
     def done(self) -> bool:
         """True once the operation has succeeded or failed."""
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until it is done; raises its error, or TimeoutError after `timeout` seconds."""
+
+
+class Ticket(Event, Protocol):
+    """One asynchronous operation that can be continued from."""
 
     def add_done_callback(self, fn: Callable[[], None]) -> None:
         """Run `fn` once when done, at once if it already is."""
@@ -73,32 +77,24 @@ class Finished:
         fn()
 
 
-def settled(ticket: Ticket) -> None:
-    """Wait until `ticket` is done, whether it succeeded or failed. An interrupt (Ctrl-C) passes, and it is not done."""
+def settled(event: Event) -> None:
+    """Wait until `event` is done, whether it succeeded or failed. An interrupt (Ctrl-C) passes, and it is not done."""
     with contextlib.suppress(Exception):
-        ticket.wait()
+        event.wait()
 
 
-def chain(first: Ticket, then: Callable[[], Ticket]) -> Ticket:
-    """A ticket for `first` followed by what `then` starts; `then` runs on the thread that finishes `first`."""
+def after(first: Ticket, then: Callable[[], None]) -> Ticket:
+    """A ticket for `first` followed by `then`, which runs on the thread that finishes `first`, if that succeeded."""
     whole = Completion()
-
-    def finish(ticket: Ticket) -> None:
-        try:
-            ticket.wait(0)
-        except BaseException as error:
-            whole.finish(error)
-        else:
-            whole.finish()
 
     def continued() -> None:
         try:
             first.wait(0)
-            second = then()
+            then()
         except BaseException as error:
             whole.finish(error)
-            return
-        second.add_done_callback(lambda: finish(second))
+        else:
+            whole.finish()
 
     first.add_done_callback(continued)
     return whole

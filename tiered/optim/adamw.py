@@ -1,28 +1,40 @@
 """AdamW over sharded parameters: a torch.optim.Optimizer whose step is the one commit of a training step.
 
 Decoupled weight decay (Loshchilov and Hutter, 2019), exact global-norm clipping, dynamic loss scaling. A step runs in
-phases: gradients are complete -> norm -> skip or clip factor -> every chunk is updated -> step counts advance.
+phases: gradients are complete -> norm -> skip or clip factor -> every chunk is updated -> step counts advance. Groups
+that live on a device of its own memory (resident) are updated there, the others by the CPU through the pipeline.
+
+    outcome of a step   SETTLED --step, all gradients on the device--> PENDING --settle--> SETTLED
+
+Where every gradient of one rank is resident, the device decides itself whether to clip or skip, and the step returns
+without waiting for it. What the host must know of it (norm, skipped or not, step counts, loss scale) is settled when
+anything asks, at the latest by the next step. Otherwise the host waits for the device's share of the norm, for nothing
+else, and decides for all.
 
 Invariants:
 1. A non-finite gradient on any rank changes nothing: no weight, moment or step count; it is counted as skipped.
 2. Hyperparameters are read from `param_groups` once per step, so schedulers and edits mean what torch's mean.
 3. A parameter without a gradient (None) is not touched: no decay, no state, no step.
-Leaves to whom: where states live is the store's, overlap of reading and writing is the pipeline's.
+4. Step counts, loss scale and counters are read only when the outcome is settled.
+Leaves to whom: where states live is the store's, overlap of reading and writing is the pipeline's, arithmetic on the
+device is `resident`'s.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from tiered.device.interrupt import uninterrupted
 from tiered.errors import ConfigError, UsageError
-from tiered.optim import kernels, pipeline
+from tiered.optim import kernels, pipeline, resident
 from tiered.optim.kernels import Segment
+from tiered.optim.outcome import Outcome
+from tiered.optim.plan import StepPlan, plan_step, within
 from tiered.optim.scaler import LossScaler
 from tiered.optim.state import export_state, import_state
 from tiered.zero.group import ParamGroup
@@ -41,6 +53,9 @@ class AdamW(torch.optim.Optimizer):
         max_grad_norm: clip the global L2 norm of all gradients to this before the update, as
             torch.nn.utils.clip_grad_norm_ does; None: no clipping.
 
+    Groups that live on a GPU with all their states are updated there by torch's fused kernel, within rounding of the
+    update on the host and not bit-equal to it. Where all do, `step` does not wait for the GPU; reading `grad_norm`,
+    `skipped_steps` or `loss_scale` does.
     Raises ConfigError for a setting out of range, UsageError for parameters that are not sharded.
     """
 
@@ -58,16 +73,19 @@ class AdamW(torch.optim.Optimizer):
         if max_grad_norm is not None and not (max_grad_norm > 0 and math.isfinite(max_grad_norm)):
             raise ConfigError(f"max_grad_norm={max_grad_norm!r}: use a positive number, or None for no clipping")
         self.max_grad_norm = max_grad_norm
-        self.grad_norm = 0.0
-        self.skipped_steps = 0
+        self._grad_norm = 0.0
+        self._skipped_steps = 0
         self._model: ShardedModel | None = None
         self._homes: dict[int, ParamHome] = {}  # by id of the Parameter
         self._steps: dict[int, int] = {}  # likewise: updates taken
+        self._outcome: Outcome | None = None
+        self._pending: StepPlan | None = None  # of the step whose outcome is on its way
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
         policy = self.model.config.precision.param_dtype
         fp16 = policy is torch.float16 or any(g.dtype is torch.float16 for g in self.model.groups)
         self._scaler = LossScaler() if fp16 else None
+        self.model.on_settle(self._settle)
 
     # --- what torch's optimizers have ---
 
@@ -112,20 +130,24 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         model = self._open_model("step()")
+        self._settle()
         model.drain()
         scale = self._scaler.scale if self._scaler is not None else 1.0
-        self.grad_norm = self._norm() / scale
-        finite = math.isfinite(self.grad_norm)
-        if self._scaler is not None:
-            self._scaler.update(finite)
-        if not finite:
-            self.skipped_steps += 1
-            model.runtime.meter.skipped_steps += 1
+        having = [h for h in self._homes.values() if h.grads.present[h.position]]
+        there = [h for h in having if h.group.resident]
+        if there and len(there) == len(having) and model.runtime.ranks.size == 1:
+            self._step_there(there, scale)
             return loss
-        factor = 1.0
-        if self.max_grad_norm is not None:  # torch.nn.utils.clip_grad_norm_'s formula
-            factor = min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))
-        self._update(factor / scale)
+        if self._taken(self._norm(having, there) / scale):
+            factor = 1.0
+            if self.max_grad_norm is not None:  # torch.nn.utils.clip_grad_norm_'s formula
+                factor = min(1.0, self.max_grad_norm / (self._grad_norm + 1e-6))
+            plan = plan_step(self.param_groups, self._homes, self._steps)
+            known = resident.known_factor(factor / scale, model.runtime.device.torch_device) if there else None
+            with uninterrupted():  # Ctrl-C waits: a step happens as a whole
+                fresh = self._update(plan, factor / scale, resident.Verdict(known, None))
+                self._commit(plan)
+                self._announce(plan, fresh)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -139,6 +161,7 @@ class AdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch.optim.AdamW's state dict: full fp32 moments and the step of every parameter that has been updated."""
         self._open_model("state_dict()")
+        self._settle()
         packed = super().state_dict()
         packed["state"] = export_state(self.param_groups, self._homes, self._steps)
         if self._scaler is not None:
@@ -148,6 +171,7 @@ class AdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take torch.optim.AdamW's state dict. Raises UsageError, before anything changes, where a shape differs."""
         self._open_model("load_state_dict()")
+        self._settle()
         for given in state_dict["param_groups"]:
             _check_hyperparameters({**self.defaults, **given})
         steps = import_state(self.param_groups, self._homes, state_dict)
@@ -165,11 +189,26 @@ class AdamW(torch.optim.Optimizer):
     @property
     def loss_scale(self) -> float:
         """The factor `scale_loss` applies now: 1.0 unless parameters compute in fp16."""
+        self._settle()
         return self._scaler.scale if self._scaler is not None else 1.0
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale: call backward on this when parameters compute in fp16."""
-        return loss if self._scaler is None else loss.float() * self._scaler.scale
+        return loss if self._scaler is None else loss.float() * self.loss_scale
+
+    # --- what the last step did; asking waits for the device where it decided by itself ---
+
+    @property
+    def grad_norm(self) -> float:
+        """Global L2 norm, before clipping, of the gradients of the last step; inf or nan where it was skipped."""
+        self._settle()
+        return self._grad_norm
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped so far for a gradient that was not finite."""
+        self._settle()
+        return self._skipped_steps
 
     @property
     def model(self) -> ShardedModel:
@@ -190,62 +229,102 @@ class AdamW(torch.optim.Optimizer):
             ) from self.model.failure
         return self.model
 
-    def _norm(self) -> float:
-        """Global L2 norm of the gradients as they are; inf or nan if any is."""
+    def _norm(self, having: Sequence[ParamHome], there: Sequence[ParamHome]) -> float:
+        """Global L2 norm of the gradients as they are, those of `there` on the device; inf or nan if any is."""
+        outcome = self._on_its_way(resident.norm_partials(_on_device(there))) if there else None
         total = 0.0
-        for home in self._homes.values():
-            if home.grads.present[home.position]:
-                total += home.grads.sum_of_squares(home.position, kernels.sum_of_squares)
+        for home in having:
+            if not home.group.resident:
+                total += home.grads.sum_of_squares(home.position)
+        if outcome is not None:  # the device has measured its own meanwhile
+            with self.model.runtime.meter.stalled("norm"):
+                total += outcome.receive()
         return math.sqrt(total) if (total := self.model.runtime.ranks.sum(total)) >= 0 else math.nan
 
-    def _update(self, grad_scale: float) -> None:
-        model = self.model
-        steps = dict(self._steps)
-        segments: dict[int, list[Segment]] = {}
-        touched: list[ParamHome] = []
-        for options in self.param_groups:
-            for param in options["params"]:
-                home = self._homes[id(param)]
-                if home.grads.present[home.position]:
-                    steps[id(param)] = steps.get(id(param), 0) + 1
-                    touched.append(home)
-                    segments.setdefault(home.group.index, []).extend(_segment(home, options, steps[id(param)]))
-        for found in segments.values():
-            found.sort(key=lambda s: s.start)
-        work = [(g, _arrays(g, model.grads[g.index].dtype)) for g in model.groups if segments.get(g.index)]
+    def _step_there(self, there: Sequence[ParamHome], scale: float) -> None:
+        """A step that the device decides on; its outcome is pending then."""
+        norm = resident.norm_partials(_on_device(there)).sqrt() / scale
+        verdict = resident.judge(norm, max_norm=self.max_grad_norm, scale=scale)
+        plan = plan_step(self.param_groups, self._homes, self._steps)
+        with uninterrupted():
+            self._on_its_way(norm)  # before the updates, so that whoever asks does not wait for them
+            fresh = self._update(plan, 1.0, verdict)
+            self._pending = plan
+            self._announce(plan, fresh)
 
+    def _on_its_way(self, number: torch.Tensor) -> Outcome:
+        if self._outcome is None:
+            self._outcome = Outcome(self.model.runtime.device)
+        self._outcome.send(number)
+        return self._outcome
+
+    def _settle(self) -> None:
+        """Wait for the outcome of the last step, if it is pending, and account for it."""
+        if self._pending is None or self._outcome is None:
+            return
+        with self.model.runtime.meter.stalled("norm"):
+            norm = self._outcome.receive()
+        plan, self._pending = self._pending, None
+        if self._taken(norm):
+            self._commit(plan)
+
+    def _taken(self, norm: float) -> bool:
+        """Account for a step's gradient norm; False if the step is skipped."""
+        self._grad_norm = norm
+        finite = math.isfinite(norm)
+        if self._scaler is not None:
+            self._scaler.update(finite)
+        if not finite:
+            self._skipped_steps += 1
+            self.model.runtime.meter.skipped_steps += 1
+        return finite
+
+    def _commit(self, plan: StepPlan) -> None:
+        self._steps = plan.steps
+        self.model.runtime.meter.steps += 1
+
+    def _announce(self, plan: StepPlan, fresh: set[int]) -> None:
+        """Tell autograd and the model what has changed; `fresh`: groups that have been told of."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for home in plan.touched:
+                torch.autograd.graph.increment_version(home.param)
+        self.model.changed(fresh)
+
+    def _update(self, plan: StepPlan, grad_scale: float, verdict: resident.Verdict) -> set[int]:
+        """Update every group of the plan: on the host with `grad_scale`, on the device as `verdict` says. Returns the
+        indices of groups whose copies on the device have been brought up to date already."""
+        model = self.model
+        groups = [g for g in model.groups if plan.segments.get(g.index)]
+        states = {g.index: _state(g, model.grads[g.index].dtype) for g in groups if g.resident}
+        work = [(g, _arrays(g, model.grads[g.index].dtype)) for g in groups if not g.resident]
+        scratch = resident.scratch_for(list(states.values()), verdict)
         begun = False
+        fresh: set[int] = set()
+
+        def begin() -> None:
+            nonlocal begun
+            if not begun:  # given to the device first, so that it works beside the CPU
+                begun = True
+                for index, state in states.items():
+                    resident.update(plan.segments[index], state, verdict, scratch)
 
         def update(chunk: pipeline.Chunk, tensors: dict[str, torch.Tensor]) -> None:
-            nonlocal begun
-            begun = True
-            mine = _within(segments[chunk.group.index], chunk.start, chunk.stop)
-            for segment in mine:
-                if segment.step == 1:  # the moments may be of another optimizer, or of before a load
-                    for kind in STATE_KINDS:
-                        tensors[kind][segment.start : segment.stop].zero_()
-            kernels.adamw(
-                mine,
-                master=tensors["master"] if "master" in tensors else tensors["param"],
-                exp_avg=tensors["exp_avg"],
-                exp_avg_sq=tensors["exp_avg_sq"],
-                grad=tensors["grad"],
-                grad_scale=grad_scale,
-                param_out=tensors["param"] if "master" in tensors else None,
-            )
+            begin()
+            _update_on_host(within(plan.segments[chunk.group.index], chunk.start, chunk.stop), tensors, grad_scale)
 
-        with uninterrupted():  # Ctrl-C waits: a step happens as a whole
-            try:
-                pipeline.run(model.runtime.store, model.runtime.meter, work, update)
-            except BaseException as error:
-                model.failure = error if begun else None
-                raise
-            self._steps = steps
-            model.runtime.meter.steps += 1
-            model.changed()
-            with torch._C.DisableTorchFunctionSubclass():
-                for home in touched:
-                    torch.autograd.graph.increment_version(home.param)
+        def updated(group: ParamGroup) -> None:
+            if group.lies_in_memory("param"):  # its copy needs no staging, and may overlap the rest of the step
+                group.refresh()
+                fresh.add(group.index)
+
+        try:
+            if work:
+                pipeline.run(model.runtime.store, model.runtime.meter, work, update, updated)
+            begin()
+        except BaseException as error:
+            model.failure = error if begun else None
+            raise
+        return fresh
 
 
 def _arrays(group: ParamGroup, grad_dtype: torch.dtype) -> list[pipeline.Array]:
@@ -257,36 +336,43 @@ def _arrays(group: ParamGroup, grad_dtype: torch.dtype) -> list[pipeline.Array]:
     return [*arrays, pipeline.Array("grad", grad_dtype, write=False)]
 
 
-def _segment(home: ParamHome, options: dict[str, Any], step: int) -> list[Segment]:
-    """The part of a parameter that this rank owns, in elements of the shard; empty where it owns none."""
-    spec, rank = home.group.spec, home.group.runtime.ranks.rank
-    start, stop = spec.owned(home.slot, rank)
-    base = rank * spec.shard_numel
-    if start == stop:
-        return []
-    return [
-        Segment(
-            start=start - base,
-            stop=stop - base,
-            lr=float(options["lr"]),
-            beta1=float(options["betas"][0]),
-            beta2=float(options["betas"][1]),
-            eps=float(options["eps"]),
-            weight_decay=float(options["weight_decay"]),
-            step=step,
-            maximize=bool(options["maximize"]),
-        )
-    ]
+def _state(group: ParamGroup, grad_dtype: torch.dtype) -> resident.State:
+    """The flat tensors of a resident group."""
+    param = group.on_device("param", group.dtype)
+    has_master = "master" in group.blocks
+    return resident.State(
+        master=group.on_device("master", torch.float32) if has_master else param,
+        exp_avg=group.on_device("exp_avg", torch.float32),
+        exp_avg_sq=group.on_device("exp_avg_sq", torch.float32),
+        grad=group.on_device("grad", grad_dtype),
+        param_out=param if has_master else None,
+    )
 
 
-def _within(segments: list[Segment], start: int, stop: int) -> list[Segment]:
-    """`segments` cut to [start, stop), counted from `start`."""
-    cut = []
-    for s in segments:
-        low, high = max(s.start, start), min(s.stop, stop)
-        if low < high:
-            cut.append(dataclasses.replace(s, start=low - start, stop=high - start))
-    return cut
+def _on_device(homes: Sequence[ParamHome]) -> list[torch.Tensor]:
+    """The gradients of parameters of resident groups, as far as this rank owns them; 1-D views."""
+    flats = []
+    for home in homes:
+        start, stop = home.group.spec.owned_shard(home.slot, home.group.runtime.ranks.rank)
+        flats.append(home.group.on_device("grad", home.grads.dtype)[start:stop])
+    return flats
+
+
+def _update_on_host(segments: list[Segment], tensors: dict[str, torch.Tensor], grad_scale: float) -> None:
+    """Update one chunk; `segments` count from its start."""
+    for segment in segments:
+        if segment.step == 1:  # the moments may be of another optimizer, or of before a load
+            for kind in STATE_KINDS:
+                tensors[kind][segment.start : segment.stop].zero_()
+    kernels.adamw(
+        segments,
+        master=tensors["master"] if "master" in tensors else tensors["param"],
+        exp_avg=tensors["exp_avg"],
+        exp_avg_sq=tensors["exp_avg_sq"],
+        grad=tensors["grad"],
+        grad_scale=grad_scale,
+        param_out=tensors["param"] if "master" in tensors else None,
+    )
 
 
 def _check_hyperparameters(group: dict[str, Any]) -> None:

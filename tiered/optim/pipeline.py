@@ -65,12 +65,21 @@ class _Filled:
 
 
 Update = Callable[[Chunk, dict[str, torch.Tensor]], None]
+Updated = Callable[[ParamGroup], None]
 
 
-def run(store: TieredStore, meter: Meter, groups: Iterable[tuple[ParamGroup, Sequence[Array]]], update: Update) -> None:
+def run(
+    store: TieredStore,
+    meter: Meter,
+    groups: Iterable[tuple[ParamGroup, Sequence[Array]]],
+    update: Update,
+    updated: Updated | None = None,
+) -> None:
     """Update every chunk of every group: `update(chunk, kind -> 1-D tensor of the chunk's elements)`, in place.
 
-    Raises what a read, a write or `update` raised, after waiting for what is in flight.
+    updated: told of each group once its last chunk is computed and on its way back. What of it lies in memory is final
+        then; what was staged may still be being written, and staging is scarce until `run` returns.
+    Raises what a read, a write, `update` or `updated` raised, after waiting for what is in flight.
     """
     work = list(groups)
     with _Slots(store, meter, work) as slots:
@@ -87,6 +96,8 @@ def run(store: TieredStore, meter: Meter, groups: Iterable[tuple[ParamGroup, Seq
             slots.arrived(filled)
             update(filled.chunk, filled.tensors)
             slots.write_back(filled)
+            if updated is not None and filled.chunk.stop == filled.chunk.group.spec.shard_numel:
+                updated(filled.chunk.group)
         slots.finish()
 
 
@@ -113,7 +124,7 @@ class _Slots:
         self.chunk = _LARGEST_CHUNK
 
     def __enter__(self) -> _Slots:
-        room = self._store.host.free  # more than the fewest slots are not worth evicting anything
+        room = self._store.room()  # more than the fewest slots are not worth evicting anything
         while (need := self._slot_bytes(self.chunk)) * PIPELINE_SLOTS > room and self.chunk > CHUNK_ALIGN:
             self.chunk //= 2
         count = min(_MOST_SLOTS, max(PIPELINE_SLOTS, room // need)) if need else 0

@@ -7,6 +7,7 @@ Invariants:
 1. Fetching ahead and keeping are hints; whatever they do, `use` makes the page present or raises.
 2. The budget of pages is charged before a fetch begins and refunded when the page has gone.
 3. A pinned or exported page is never evicted.
+4. What a step makes stale is not fetched before that step, where the trace knows that one comes.
 Leaves to whom: what fetching means is the page's own business.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from tiered.errors import BudgetError, UsageError
@@ -51,19 +52,30 @@ class Page(Protocol):
         """Let it go, and refund the budget."""
 
 
+class Room(Protocol):
+    """The bytes that pages may take; they may change from use to use."""
+
+    def capacity(self) -> int:
+        """For pages in all."""
+
+    def free(self) -> int:
+        """Those free now; less than none: something must go."""
+
+    def observe(self) -> None:
+        """Look, before a use changes anything."""
+
+
 class Executor:
     """Runs the plan for one model's pages."""
 
-    def __init__(
-        self, pages: Sequence[Page], capacity: int, free: Callable[[], int], meter: Meter, *, ahead: bool
-    ) -> None:
-        """`capacity`: bytes for pages in all; `free`: bytes free now; `ahead`: fetch before use and keep after it."""
+    def __init__(self, pages: Sequence[Page], room: Room, meter: Meter, *, ahead: bool, stale: bool) -> None:
+        """`ahead`: fetch before use and keep after it. `stale`: a step changes what pages are copies of."""
         self._pages = {page.index: page for page in pages if page.nbytes}
         self._sizes = {index: page.nbytes for index, page in self._pages.items()}
-        self._capacity = capacity
-        self._free = free
+        self._room = room
         self._meter = meter
         self._ahead = ahead
+        self._stale = stale
         self._trace = Trace()
         self._recent: dict[int, None] = {}  # present pages, least recently used first
         self._coming: set[int] = set()  # pages on their way
@@ -75,6 +87,7 @@ class Executor:
         """Make `page` present and fetch ahead. Raises BudgetError where it cannot fit beside what is pinned."""
         if not page.nbytes:
             return
+        self._room.observe()
         self.poll()
         self._observe(page, phase)
         if not page.present:
@@ -113,6 +126,32 @@ class Executor:
         """Complete the fetches that have arrived, so that what carried them is given back."""
         self._coming -= {index for index in self._coming if self._pages[index].poll()}
 
+    def stepped(self) -> None:
+        """A step has been taken: fetch ahead for what follows it."""
+        self.poll()
+        self._current = -1
+        self._trace.observe(Use(-1, Phase.STEP))
+        if self._ahead:
+            self._fetch_ahead()
+
+    def expect(self, page: Page) -> None:
+        """`page` is on its way without having been asked for."""
+        self._recent.pop(page.index, None)
+        self._recent[page.index] = None
+        self._coming.add(page.index)
+
+    def remove(self, page: Page) -> None:
+        """`page` does not move any more."""
+        self._recent.pop(page.index, None)
+        self._pages.pop(page.index, None)
+        self._sizes.pop(page.index, None)
+        self._coming.discard(page.index)
+        self._trace = Trace()  # what it knows names the page
+
+    def clear(self) -> None:
+        """Evict every page that may go."""
+        self._evict(list(self._recent))
+
     def settle(self) -> None:
         """Wait for what is fetched ahead, so that what carries it is given back; failures show when it is used."""
         for index in self._coming:
@@ -129,23 +168,36 @@ class Executor:
         self._trace.observe(Use(page.index, phase))
 
     def _upcoming(self) -> list[int]:
-        return plan.window((use.page for use in self._trace.predict()), self._sizes, self._capacity)
+        return plan.window(self._expected(), self._sizes, self._room.capacity())
+
+    def _expected(self) -> Iterator[int]:
+        """The pages expected next, up to where they become others."""
+        steps = 0
+        for use in self._trace.predict():
+            if use.phase is not Phase.STEP:
+                yield use.page
+            elif self._stale or (steps := steps + 1) > 2:  # steps and nothing between them: no page ever comes
+                return
 
     def _evictable(self) -> list[int]:
         return [i for i in self._recent if self._pages[i].evictable]
 
     def _make_room(self, page: Page) -> None:
-        free = self._free()
+        free = self._room.free()
         if free < page.nbytes:
             self._run(plan.room(page.nbytes, self._upcoming(), self._sizes, self._evictable(), free))
 
-    def _fetch_ahead(self, page: Page) -> None:
+    def _fetch_ahead(self, page: Page | None = None) -> None:
         upcoming = self._upcoming()
         present = {i for i in upcoming if self._pages[i].present}
-        if len(present) == len(upcoming):
+        free = self._room.free()
+        if len(present) == len(upcoming) and free >= 0:
             return
-        evictable = [i for i in self._evictable() if i != page.index]
-        self._run(plan.ahead(upcoming, self._sizes, present, evictable, self._free()))
+        evictable = [i for i in self._evictable() if page is None or i != page.index]
+        if free < 0:  # what else is there has grown
+            self._run(plan.room(0, upcoming, self._sizes, evictable, free))
+        else:
+            self._run(plan.ahead(upcoming, self._sizes, present, evictable, free))
 
     def _run(self, actions: plan.Plan) -> None:
         self._evict(actions.evict)

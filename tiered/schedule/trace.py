@@ -20,10 +20,11 @@ class Phase(enum.IntEnum):  # integers, since uses are hashed in the innermost l
     FORWARD = 0
     BACKWARD = 1
     EVALUATION = 2  # forward without gradients
+    STEP = 3  # the optimizer's, of every page at once
 
 
 class Use(NamedTuple):
-    """One use of a page."""
+    """One use of a page (-1: of all)."""
 
     page: int
     phase: Phase

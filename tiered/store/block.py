@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from tiered.device.memory import Memory
+from tiered.device.buffer import Buffer
 from tiered.device.ticket import Ticket
 from tiered.errors import StorageError
 from tiered.io.swapfile import Extent
@@ -64,7 +64,7 @@ class Block:
         self.nbytes = nbytes
         self.home = home
         self.extent = extent  # None for a block that never leaves the host
-        self.memory: Memory | None = None
+        self.memory: Buffer | None = None  # Memory, unless it is a device's own
         self.ticket: Ticket | None = None
         self.cause: BaseException | None = None
         self.pins = 0

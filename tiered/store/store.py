@@ -4,14 +4,17 @@
     acquire / release    whole block in host memory, pinned; a block whose home is a drive is cached while room allows
     read / write         a byte range between a block and the caller's own memory, asynchronously; piece-aligned
     load / patch         any byte range from or to a tensor, at once
-    staging / unstage    host memory for bytes on their way, charged like everything else
+    staging / unstage    host memory for bytes on their way, charged like everything else; `retire` when a copy is over
     discard              the contents are no longer wanted: no byte of them is moved again
 
+A block whose home is a device's own memory is lent that memory: of all these, `load` and `patch` work on it.
+
 Invariants:
-1. The host budget covers homes, cached blocks and staging, and is charged before memory is committed.
+1. The host budget covers homes, cached blocks, staging and what the arena keeps; charged before memory is committed.
 2. Clean bytes are never written; dirty ones are written before their memory goes.
 3. A failed transfer makes its block FAILED: that call and every later one on it raise the first cause.
 4. After `close` every page, thread, descriptor and swap file is back.
+5. A verb that changes a block's memory waits first for the copies that still read it.
 Not thread-safe: one thread (the one inside forward, backward or step) calls at a time.
 """
 
@@ -25,12 +28,15 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from tiered.device.base import Device
+from tiered.device.buffer import Buffer
 from tiered.device.interrupt import uninterrupted
 from tiered.device.memory import Memory, page_ceil
-from tiered.device.ticket import Finished, Ticket, settled
+from tiered.device.ticket import Event, Finished, Ticket, settled
 from tiered.errors import UsageError
 from tiered.io.swapfile import Extent, SwapSpace
 from tiered.stats import Meter
+from tiered.store.arena import Arena
 from tiered.store.block import Block, BlockKey, BlockState
 from tiered.store.policy import Candidate, victims
 from tiered.store.tier import Budget, Tier
@@ -41,22 +47,25 @@ WINDOW_BYTES = 4 << 20  # of `load` and `patch`: a multiple of every drive's pie
 class TieredStore:
     """See the file's contract."""
 
-    def __init__(self, host: Budget, space: SwapSpace | None, meter: Meter) -> None:
+    def __init__(self, host: Budget, space: SwapSpace | None, meter: Meter, *, device: Device | None = None) -> None:
+        """`device`: the one that copies from and to the store's memory, which is page-locked for it."""
         self.host = host
-        self.staged = 0
+        self._in_place = device is None or device.in_place
+        self._arena = Arena(host, *((None, None) if device is None or device.in_place else (device.pin, device.unpin)))
+        self._staged = 0
         self._space = space
         self._meter = meter
         self._blocks: dict[BlockKey, Block] = {}
+        self._lent: set[BlockKey] = set()  # blocks whose memory is the caller's charge
         self._failing = threading.Lock()
         self.on_pressure: Callable[[], None] | None = None  # asked to give back staging that only carries hints
 
     # --- blocks ---
 
-    def create(self, key: BlockKey, nbytes: int, home: Tier, *, memory: Memory | None = None) -> Block:
-        """A new block of zeros. `memory`: committed memory, charged by the caller, that is to be the block's home.
-
-        Raises BudgetError or SwapFullError, with nothing kept, where its home has no room.
-        """
+    def create(self, key: BlockKey, nbytes: int, home: Tier, *, memory: Buffer | None = None) -> Block:
+        """A new block of zeros, or of what `memory` holds: committed, charged by the caller, and from now on its home.
+        For Tier.HOST the charge becomes the store's; for Tier.DEVICE it stays the caller's, and so does memory that is
+        not the host's. Raises BudgetError or SwapFullError, with nothing kept, where its home has no room."""
         if home is Tier.NVME:
             if self._space is None:
                 raise UsageError(f"{key} has its home on a drive, but no swap directory is set")
@@ -64,7 +73,9 @@ class TieredStore:
         else:
             block = Block(key, nbytes, home, None)
             if memory is None:
-                memory = self._take(nbytes, str(key))
+                memory = self._take(nbytes, str(key), zeros=True)
+            elif home is Tier.DEVICE:
+                self._lent.add(key)
             block.memory = memory
             block.move(BlockState.HOST)
         self._blocks[key] = block
@@ -79,6 +90,10 @@ class TieredStore:
         if block.extent is not None:
             self._drives().free(block.extent)
         del self._blocks[block.key]
+
+    def lend(self, block: Block, memory: Buffer) -> None:
+        """Other memory of the same size for a block on a device: somebody keeps what it had. Its contents are new."""
+        block.memory = memory
 
     def blocks(self) -> Iterable[Block]:
         """Every block there is."""
@@ -96,8 +111,9 @@ class TieredStore:
             with uninterrupted():
                 self._fetch(block, fresh)
         self._settle(block)
+        memory = self._memory(block)
         block.pins += 1
-        return _memory(block)
+        return memory
 
     def release(self, block: Block, *, dirty: bool = False) -> None:
         """Undo one `acquire`; `dirty` says the contents were changed."""
@@ -116,7 +132,7 @@ class TieredStore:
     def resident(self, block: Block) -> bool:
         """True where the block's current contents are in host memory."""
         block.check()
-        return block.state in (BlockState.HOST, BlockState.FLUSHING)
+        return block.state in (BlockState.HOST, BlockState.FLUSHING) and not self._beyond(block)
 
     def discard(self, block: Block) -> None:
         """Forget the contents: nothing of them is moved again, and the block reads as undefined until written.
@@ -124,56 +140,57 @@ class TieredStore:
         Memory that somebody outside still views is left to them, and the block gets other memory.
         """
         block.check()
-        if block.state is BlockState.NVME:
+        if block.state is BlockState.NVME or self._beyond(block):
             return
         self._settle(block)
         block.dirty = False
-        exported = _memory(block).exported()
-        if block.home is Tier.HOST:
-            if exported:
-                block.memory = Memory(block.nbytes, committed=True)
-        elif not block.pins:
-            self._drop(block)
+        memory = self._memory(block)
+        memory.quiet()
+        if block.extent is not None:
+            if not block.pins:
+                self._drop(block)
+        elif memory.exported():
+            block.memory = self._arena.exchange(memory)
 
     # --- byte ranges ---
 
     def read(self, block: Block, memory: Memory, *, at: int = 0, offset: int = 0, nbytes: int | None = None) -> Ticket:
         """Copy `nbytes` (default: all from `offset`) of the block to `memory` from byte `at` on."""
-        nbytes = _span(block, memory, at, offset, nbytes)
+        nbytes = self._span(block, memory, at, offset, nbytes)
         if not nbytes:
             return Finished()
         if self.resident(block):
-            ctypes.memmove(memory.address + at, _memory(block).address + offset, nbytes)
+            ctypes.memmove(memory.address + at, self._memory(block).address + offset, nbytes)
             return Finished()
         self._settle(block)
+        extent = _extent(block)
         self._meter.count("nvme", read=nbytes)
         with uninterrupted():  # a transfer that has begun is always registered
-            return self._watched(
-                block, memory, self._drives().read(_extent(block), memory.address + at, nbytes, offset)
-            )
+            return self._watched(block, memory, self._drives().read(extent, memory.address + at, nbytes, offset))
 
     def write(self, block: Block, memory: Memory, *, at: int = 0, offset: int = 0, nbytes: int | None = None) -> Ticket:
         """Copy `nbytes` (default: to the block's end) of `memory` from byte `at` on into the block at `offset`."""
-        nbytes = _span(block, memory, at, offset, nbytes)
+        nbytes = self._span(block, memory, at, offset, nbytes)
         if not nbytes:
             return Finished()
         if self.resident(block):
             self._settle(block)
-            ctypes.memmove(_memory(block).address + offset, memory.address + at, nbytes)
+            own = self._memory(block)
+            own.quiet()
+            ctypes.memmove(own.address + offset, memory.address + at, nbytes)
             block.dirty |= block.extent is not None
             return Finished()
         self._settle(block)
+        extent = _extent(block)
         self._meter.count("nvme", written=nbytes)
         with uninterrupted():
-            return self._watched(
-                block, memory, self._drives().write(_extent(block), memory.address + at, nbytes, offset)
-            )
+            return self._watched(block, memory, self._drives().write(extent, memory.address + at, nbytes, offset))
 
     def load(self, block: Block, out: torch.Tensor, offset: int) -> None:
         """Fill `out` (1-D uint8, any size) with the block's bytes from `offset` on, through bounded staging."""
         block.check()
-        if self.resident(block):
-            out.copy_(_memory(block).bytes[offset : offset + out.numel()])
+        if (buffer := self._filled(block)) is not None:
+            buffer.read(out, offset)
             return
         with self._window(block) as memory:
             for start, stop in _windows(block, offset, out.numel()):
@@ -184,9 +201,9 @@ class TieredStore:
     def patch(self, block: Block, data: torch.Tensor, offset: int) -> None:
         """Replace the block's bytes from `offset` on by `data` (1-D uint8, any size), through bounded staging."""
         block.check()
-        if self.resident(block):
+        if (buffer := self._filled(block)) is not None:
             self._settle(block)
-            _memory(block).bytes[offset : offset + data.numel()].copy_(data)
+            buffer.write(data, offset)
             block.dirty |= block.extent is not None
             return
         with self._window(block) as memory:
@@ -208,64 +225,75 @@ class TieredStore:
 
     # --- staging ---
 
-    def staging(self, nbytes: int, what: str) -> Memory:
-        """Committed host memory for bytes on their way; give it back with `unstage`."""
-        memory = self._take(nbytes, what)
-        self.staged += 1
+    @property
+    def staged(self) -> int:
+        """Staging buffers that are out: not given back, or retired while their copy is not over."""
+        return self._staged + self._arena.in_transit
+
+    def staging(self, nbytes: int, what: str, *, zeros: bool = False) -> Memory:
+        """Committed host memory for bytes on their way, its contents undefined without `zeros`; `unstage` or `retire`
+        gives it back. Raises BudgetError where there is no room for it."""
+        memory = self._take(nbytes, what, zeros=zeros)
+        self._staged += 1
         return memory
 
     def unstage(self, memory: Memory) -> None:
         """Give back staging memory; no transfer may still use it. A view held elsewhere (a collective's worker lets
         go a moment late) keeps the pages until it goes."""
-        if not memory.exported():
-            memory.decommit()
-        self.host.refund(page_ceil(memory.nbytes))
-        self.staged -= 1
+        self._arena.give(memory)
+        self._staged -= 1
 
-    def room(self) -> int:
-        """Bytes that staging could take now: what is free plus what may be evicted."""
-        return self.host.free + sum(page_ceil(b.nbytes) for b in self._evictable())
+    def retire(self, memory: Memory, event: Event) -> None:
+        """`unstage` that happens once `event` is done, whether it succeeds or fails, without waiting for it here."""
+        self._staged -= 1
+        self._arena.retire(memory, event)
+
+    def poll(self) -> None:
+        """Take back retired staging whose event is done; every call that takes or gives memory does so too."""
+        self._arena.poll()
+
+    def room(self, *, evicting: bool = False) -> int:
+        """Bytes that could be taken now: free, idle or retiring, and with `evicting` those that may be evicted."""
+        kept = self.host.free + self._arena.idle + self._arena.retiring
+        return kept + (sum(page_ceil(b.nbytes) for b in self._evictable()) if evicting else 0)
 
     def close(self) -> None:
-        """Wait for what is in flight, give back all memory, files and threads; idempotent."""
+        """Wait for what is in flight, give back all memory (a device's own is its owner's), files and threads.
+        Idempotent."""
         for block in self._blocks.values():
             if block.memory is not None:
                 if block.ticket is not None:
-                    _quietly(block.ticket)
-                if not block.memory.exported():
-                    block.memory.decommit()
-                block.memory = None
+                    settled(block.ticket)
+                self._give_up(block)
         self._blocks.clear()
+        self._arena.close()
         if self._space is not None:
             self._space.close()
 
     # --- inside ---
 
-    def _take(self, nbytes: int, what: str) -> Memory:
-        """Charged and committed memory; where the system has none, nothing stays charged."""
-        self._reserve(page_ceil(nbytes), what)
-        try:
-            return Memory(nbytes, committed=True)
-        except BaseException:
-            self.host.refund(page_ceil(nbytes))
-            raise
+    def _take(self, nbytes: int, what: str, *, zeros: bool = False) -> Memory:
+        """Charged and committed memory, after making room for it."""
+        if not self._arena.reclaim(nbytes) and self.on_pressure is not None:
+            self.on_pressure()
+        if not self._arena.reclaim(nbytes):
+            self._evict(page_ceil(nbytes) - self.host.free)
+        return self._arena.take(nbytes, what, zeros=zeros)
 
     def _fetch(self, block: Block, fresh: bool) -> None:
         extent = _extent(block)
-        block.memory = self._take(block.nbytes, str(block.key))
+        block.memory = memory = self._take(block.nbytes, str(block.key), zeros=extent.blank and not fresh)
         if fresh or extent.blank:
             block.move(BlockState.HOST)
             return
         block.move(BlockState.FETCHING)
         self._meter.count("nvme", read=block.nbytes)
-        block.ticket = self._watched(
-            block, block.memory, self._drives().read(extent, block.memory.address, block.nbytes)
-        )
+        block.ticket = self._watched(block, memory, self._drives().read(extent, memory.address, block.nbytes))
 
     def _flush(self, block: Block) -> None:
         block.move(BlockState.FLUSHING)
         self._meter.count("nvme", written=block.nbytes)
-        memory = _memory(block)
+        memory = self._memory(block)
         block.ticket = self._watched(block, memory, self._drives().write(_extent(block), memory.address, block.nbytes))
 
     def _settle(self, block: Block) -> None:
@@ -284,13 +312,18 @@ class TieredStore:
             block.move(BlockState.HOST)
 
     def _drop(self, block: Block) -> None:
-        memory = _memory(block)
-        block.memory = None
+        self._give_up(block)
         if block.state is not BlockState.FAILED:
             block.move(BlockState.NVME)
-        if not memory.exported():
-            memory.decommit()
-        self.host.refund(page_ceil(block.nbytes))
+
+    def _give_up(self, block: Block) -> None:
+        """Take the block's memory from it, and give it back unless it is lent."""
+        if block.key not in self._lent:
+            self._arena.give(self._memory(block))
+        elif not self._beyond(block) and not self._memory(block).exported():
+            self._memory(block).decommit()
+        block.memory = None
+        self._lent.discard(block.key)
 
     def _evictable(self) -> list[Block]:
         return [
@@ -303,23 +336,46 @@ class TieredStore:
             and not b.memory.exported()
         ]
 
-    def _reserve(self, nbytes: int, what: str) -> None:
-        """Charge `nbytes`, evicting cached blocks of furthest next use where that is needed."""
-        if nbytes > self.host.free and self.on_pressure is not None:
-            self.on_pressure()
-        if nbytes > self.host.free:
-            cached = {b.key: b for b in self._evictable()}
-            candidates = [Candidate(b.key, page_ceil(b.nbytes), b.next_use) for b in cached.values()]
-            chosen = victims(candidates, nbytes - self.host.free)
-            evicted = [cached[key] for key in chosen or () if isinstance(key, BlockKey)]
-            for block in evicted:
-                if block.dirty and block.state is BlockState.HOST:
-                    with uninterrupted():
-                        self._flush(block)
-            for block in evicted:
-                self._settle(block)
-                self._drop(block)
-        self.host.charge(nbytes, what)
+    def _evict(self, nbytes: int) -> None:
+        """Evict cached blocks of furthest next use that take `nbytes`; none where all are too little."""
+        cached = {b.key: b for b in self._evictable()}
+        candidates = [Candidate(b.key, page_ceil(b.nbytes), b.next_use) for b in cached.values()]
+        evicted = [cached[key] for key in victims(candidates, nbytes) or () if isinstance(key, BlockKey)]
+        for block in evicted:
+            if block.dirty and block.state is BlockState.HOST:
+                with uninterrupted():
+                    self._flush(block)
+        for block in evicted:
+            self._settle(block)
+            self._drop(block)
+
+    def _beyond(self, block: Block) -> bool:
+        """The block lies in a device's own memory, where the host can neither compute nor do I/O."""
+        return block.key in self._lent and not (self._in_place and isinstance(block.memory, Memory))
+
+    def _span(self, block: Block, memory: Memory, at: int, offset: int, nbytes: int | None) -> int:
+        """The bytes of a transfer with a block that is whole: `nbytes`, or all from `offset`.
+
+        A range past either end would be memory of somebody else: a fault of this program, never let through.
+        """
+        block.check()
+        nbytes = block.nbytes - offset if nbytes is None else nbytes
+        if not (0 <= at <= at + nbytes <= memory.nbytes and 0 <= offset <= offset + nbytes <= block.nbytes):
+            raise RuntimeError(
+                f"{block.key}: bytes {offset}+{nbytes} of {block.nbytes} do not fit memory at {at} of {memory.nbytes}"
+            )
+        return nbytes
+
+    def _filled(self, block: Block) -> Buffer | None:
+        """The memory that holds the block's current contents, the host's or a device's; None where a drive does."""
+        return block.memory if block.state in (BlockState.HOST, BlockState.FLUSHING) else None
+
+    def _memory(self, block: Block) -> Memory:
+        if self._beyond(block):
+            raise RuntimeError(f"{block.key} lies in the device's own memory: only load and patch reach it")
+        if not isinstance(block.memory, Memory):
+            raise RuntimeError(f"{block.key} has no memory in state {block.state.name}")
+        return block.memory
 
     def _drives(self) -> SwapSpace:
         if self._space is None:
@@ -341,7 +397,8 @@ class TieredStore:
                     alive._fail(block, error)
 
         ticket.add_done_callback(note)
-        return memory.busy(ticket)
+        memory.busy(ticket)
+        return ticket
 
     def _fail(self, block: Block, error: BaseException) -> None:
         with self._failing:  # the thread that waits and the one that completes may both come
@@ -350,15 +407,9 @@ class TieredStore:
                 block.move(BlockState.FAILED)
 
 
-def _memory(block: Block) -> Memory:
-    if block.memory is None:
-        raise RuntimeError(f"{block.key} has no memory in state {block.state.name}")
-    return block.memory
-
-
 def _extent(block: Block) -> Extent:
     if block.extent is None:
-        raise RuntimeError(f"{block.key} has no extent")
+        raise RuntimeError(f"{block.key} lives on the {block.home.value}: it has no extent on a drive")
     return block.extent
 
 
@@ -367,24 +418,3 @@ def _windows(block: Block, offset: int, nbytes: int) -> Iterator[tuple[int, int]
     if nbytes:
         for start in range(offset // WINDOW_BYTES * WINDOW_BYTES, offset + nbytes, WINDOW_BYTES):
             yield start, min(start + WINDOW_BYTES, block.nbytes)
-
-
-def _span(block: Block, memory: Memory, at: int, offset: int, nbytes: int | None) -> int:
-    """The bytes of a transfer with a block that is whole: `nbytes`, or all from `offset`.
-
-    A range past either end would be memory of somebody else: a fault of this program, never let through.
-    """
-    block.check()
-    nbytes = block.nbytes - offset if nbytes is None else nbytes
-    if not (0 <= at <= at + nbytes <= memory.nbytes and 0 <= offset <= offset + nbytes <= block.nbytes):
-        raise RuntimeError(
-            f"{block.key}: bytes {offset}+{nbytes} of {block.nbytes} do not fit memory at {at} of {memory.nbytes}"
-        )
-    return nbytes
-
-
-def _quietly(ticket: Ticket) -> None:
-    try:
-        ticket.wait()
-    except Exception:
-        return

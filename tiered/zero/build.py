@@ -17,16 +17,17 @@ from torch import nn
 from tiered.config import Config
 from tiered.device.host import give_back_freed
 from tiered.errors import UsageError
-from tiered.store.block import BlockKey
 from tiered.store.store import WINDOW_BYTES
-from tiered.zero import statedict
-from tiered.zero.grads import Accumulate, GroupGrads
+from tiered.store.tier import Tier
+from tiered.zero import buffers, residence, statedict
+from tiered.zero.grads import GroupGrads, Kernels
 from tiered.zero.group import ParamGroup
 from tiered.zero.guard import ATTRIBUTE, GuardedParameter
 from tiered.zero.home import ParamHome
 from tiered.zero.model import MODEL_ATTRIBUTE, STATE_KINDS, ShardedModel, as_sharded_class
 from tiered.zero.partition import ShardSpec, UnitPlan, find_units, layout
 from tiered.zero.placing import GroupSizes, Placement
+from tiered.zero.resident import ResidentGrads
 from tiered.zero.runtime import Runtime
 from tiered.zero.unit import Unit
 
@@ -113,7 +114,7 @@ def build(
     runtime: Runtime,
     plans: tuple[list[UnitPlan], list[GroupPlan]],
     placement: Placement,
-    accumulate: Accumulate,
+    kernels: Kernels,
 ) -> ShardedModel:
     """Move the module's parameters into the store and take the module over. On failure nothing stays behind in the
     store; parameters already moved are given back."""
@@ -124,12 +125,12 @@ def build(
         group.settle_in(plan.dtype, home, sticky=plan.index in placement.sticky)
         for kind, nbytes in plan.sizes().shard.items():
             if kind != "param":
-                key = BlockKey(plan.index, kind)
-                group.blocks[kind] = runtime.store.create(key, nbytes, placement.homes[plan.index, kind])
+                residence.add_block(group, kind, nbytes, placement.homes[plan.index, kind])
                 group.blocks[kind].next_use = plan.index  # a step goes through the groups in order
-    model = ShardedModel(module, config, runtime, groups, placement.reserve)
+    model = ShardedModel(module, config, runtime, groups, placement, kernels)
     model.grads = [
-        GroupGrads(g, p.grad_dtype, accumulate, model.departures) for g, p in zip(groups, group_plans, strict=True)
+        (ResidentGrads if g.resident else GroupGrads)(g, p.grad_dtype, kernels, model.departures)
+        for g, p in zip(groups, group_plans, strict=True)
     ]
     try:
         _fill_and_take(model, group_plans)
@@ -211,8 +212,11 @@ def _fill(group: ParamGroup, kind: str, dtype: torch.dtype) -> None:
         for start in range(base, base + spec.shard_numel, step):
             stop = min(start + step, base + spec.shard_numel)
             _compose(group, staging.view(dtype, 0, stop - start), start)
-            nbytes = (stop - start) * dtype.itemsize
-            store.write(block, staging, offset=(start - base) * dtype.itemsize, nbytes=nbytes).wait()
+            offset, nbytes = (start - base) * dtype.itemsize, (stop - start) * dtype.itemsize
+            if block.home is Tier.DEVICE:
+                store.patch(block, staging.bytes[:nbytes], offset)
+            else:
+                store.write(block, staging, offset=offset, nbytes=nbytes).wait()
     finally:
         store.unstage(staging)
 
@@ -270,5 +274,6 @@ def _install(model: ShardedModel, plans: list[UnitPlan]) -> None:
         if any(ATTRIBUTE in p.__dict__ for p in module._parameters.values() if p is not None):
             statedict.install(module)
             model.holders.append(module)
+    buffers.move(model.module, model.runtime.device.torch_device)
     model.module.__dict__[MODEL_ATTRIBUTE] = model
     model.module.__class__ = as_sharded_class(type(model.module))

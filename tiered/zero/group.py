@@ -2,15 +2,18 @@
 
     SHARDED --begin_fetch--> GATHERING --wait--> UNSHARDED --drop--> SHARDED
 
-The group's parameters view one flat buffer of fixed address; its contents come and go. The truth is in the store: the
-`param` block (this rank's shard, compute dtype) and, where the compute dtype is not fp32, the fp32 `master` block.
+The group's parameters view one flat buffer of one storage for life; its contents come and go. The truth is in the
+store: the `param` block (this rank's shard, compute dtype) and, where the compute dtype is not fp32, the fp32 `master`
+block.
 
 Invariants:
 1. Inside `opened` and `computing` the values are present and pinned. Only inside `computing` are the parameters plain.
 2. Values edited by the user (in place, or through a view that outlived its operation) are absorbed into the truth
    before they are dropped, before a step, and before they are read from the truth.
-3. Where host memory can compute (`in_place`) and the shard's home is not a drive, the buffer is the block: the group
+3. Where the shard's home can compute (host memory `in_place`; the device itself) the buffer is the block: the group
    never moves, and `nbytes` is 0.
+4. `wait` makes the compute stream wait for a copy, and the caller only for what a stream cannot wait for: a drive. The
+   memory that carried a copy goes back when the copy is over, without anybody waiting.
 Leaves to whom: when to fetch and drop is the executor's; gradients are `zero.grads`'.
 """
 
@@ -25,16 +28,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from tiered.device.buffer import Buffer
 from tiered.device.interrupt import uninterrupted
 from tiered.device.memory import Memory, page_ceil
-from tiered.device.ticket import Finished, Ticket, chain, settled
-from tiered.errors import UsageError
+from tiered.errors import BudgetError, UsageError
 from tiered.schedule.trace import Phase
 from tiered.store.block import Block, BlockKey
+from tiered.store.store import WINDOW_BYTES
 from tiered.store.tier import Tier
 from tiered.zero import graph
 from tiered.zero.guard import guard, home_of, present
 from tiered.zero.partition import ShardSpec, Slot
+from tiered.zero.passage import Passage, host_memory
 from tiered.zero.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -76,8 +81,8 @@ class ParamGroup:
         self._held = False
         self._computing = 0
         self._versions: list[int] = []
-        self._ticket: tuple[Ticket, Memory | None] | None = None
-        self._buffer: Memory | None = None
+        self._passage: Passage | None = None
+        self._buffer: Buffer | None = None
         self._disowned = False
 
     # --- construction ---
@@ -92,11 +97,11 @@ class ParamGroup:
         size = self.spec.numel * dtype.itemsize
         shard = self.spec.shard_numel * dtype.itemsize
         self._buffer = runtime.device.allocate(size)
-        stays = runtime.in_place and home is not Tier.NVME
+        stays = home is Tier.DEVICE or (runtime.in_place and home is Tier.HOST)
         if stays:
-            budget = runtime.budget if sticky else runtime.store.host
+            budget = runtime.budget if sticky or home is Tier.DEVICE else runtime.store.host
             budget.charge(page_ceil(size), f"group '{self.name}'")
-            self._buffer.commit()
+            runtime.device.commit(self._buffer)
             self._move(GroupState.GATHERING)
             self._move(GroupState.UNSHARDED)
         self.nbytes = 0 if stays else page_ceil(size)
@@ -107,18 +112,24 @@ class ParamGroup:
 
     def adopt(self) -> None:
         """Make the parameters views of the buffer, away unless the group never moves."""
-        buffer = self.buffer
-        for param, slot in zip(self.params, self.spec.slots, strict=True):
-            param.data = buffer.view(self.dtype, slot.start, slot.stop).view(slot.shape)
-            guard(param)
-        buffer.seal()
+        buffer, runtime = self.buffer, self.runtime
+        with contextlib.ExitStack() as scope:
+            if not buffer.committed:  # torch lets nothing view what has no memory, though views may outlive it
+                runtime.budget.charge(self.nbytes, f"group '{self.name}'")
+                scope.callback(runtime.budget.refund, self.nbytes)
+                runtime.device.commit(buffer)
+                scope.callback(runtime.device.release, buffer)
+            for param, slot in zip(self.params, self.spec.slots, strict=True):
+                param.data = buffer.view(self.dtype, slot.start, slot.stop).view(slot.shape)
+                guard(param)
+            buffer.seal()
         graph.register(buffer.bytes.untyped_storage(), self)
 
     def disown(self) -> None:
         """Release the buffer for good; the parameters have been given other storage."""
         self._disowned = True
         graph.unregister(self.buffer.bytes.untyped_storage())
-        if self._ticket is not None:
+        if self._passage is not None:
             with contextlib.suppress(Exception):
                 self.wait()
 
@@ -139,27 +150,25 @@ class ParamGroup:
         with uninterrupted():
             self.runtime.budget.charge(self.nbytes, f"group '{self.name}'")
             try:
-                self.buffer.commit()
-                self._ticket = self._start()
+                self.runtime.device.commit(self.buffer)
+                self._passage = Passage(self.runtime, self.blocks["param"], self.buffer)
             except BaseException:
                 self._give_back()
                 raise
             self._move(GroupState.GATHERING)
 
     def wait(self) -> None:
-        """Return when the group is gathered; raises what gathering raised, and the group is sharded again."""
-        if self._ticket is None:
+        """Compute given from now on finds the group there. Raises what gathering raised; then it is sharded again."""
+        passage = self._passage
+        if passage is None:
             return
-        ticket, staging = self._ticket
-        if not ticket.done():
-            with self.runtime.meter.stalled("fetch"):
-                settled(ticket)
+        passage.settle()
         with uninterrupted():
-            self._ticket = None
-            if staging is not None:
-                self.runtime.store.unstage(staging)
+            self._passage = None
             try:
-                ticket.wait()
+                passage.arrive()
+                if self.runtime.ranks.size > 1:
+                    self.runtime.ranks.all_gather(self.buffer.view(self.dtype))
             except BaseException:
                 self._away()
                 raise
@@ -167,10 +176,10 @@ class ParamGroup:
 
     def poll(self) -> bool:
         """Complete gathering if all has arrived; True once nothing is in flight. A failure shows at the next use."""
-        if self._ticket is not None and self._ticket[0].done():
+        if self._passage is not None and self._passage.over():
             with contextlib.suppress(Exception):
                 self.wait()
-        return self._ticket is None
+        return self._passage is None
 
     def drop(self) -> None:
         """Absorb edits, and let the values go."""
@@ -235,6 +244,7 @@ class ParamGroup:
             raise UsageError(f"backward through group '{self.name}' after tiered.close(model): its weights are gone")
         if self.nbytes and self.executor is not None:
             self.executor.touch(self, Phase.BACKWARD)
+            self.wait()
         return self.buffer.bytes.untyped_storage()
 
     def version_at(self, offset: int) -> int:
@@ -251,28 +261,31 @@ class ParamGroup:
             return
         self.wait()
         self.edited = self.buffer.exported()  # a view that is still out may edit again
-        store, block = self.runtime.store, self.blocks["param"]
-        flat = self.buffer.view(self.dtype).detach()
-        if not self.runtime.device.in_place:
-            host = torch.empty_like(flat)
-            self.runtime.device.copy_out(host, flat).wait()
-            flat = host
-        shard = flat.chunk(self.spec.ranks)[self.runtime.ranks.rank]
-        if self.nbytes:
-            store.patch(block, shard.view(torch.uint8), 0)
-        if "master" in self.blocks:
-            self._absorb_master(shard)
+        base = self.runtime.ranks.rank * self.spec.shard_numel
+        step = WINDOW_BYTES // self.dtype.itemsize
+        for start in range(0, self.spec.shard_numel, step):
+            part = torch.empty(min(step, self.spec.shard_numel - start), dtype=self.dtype)
+            self.buffer.read(part.view(torch.uint8), (base + start) * self.dtype.itemsize)
+            if self.nbytes:
+                self.runtime.store.patch(self.blocks["param"], part.view(torch.uint8), start * self.dtype.itemsize)
+            if "master" in self.blocks:
+                self._absorb_master(part, start)
 
     def refresh(self) -> None:
-        """The truth has changed, so a copy of it on the device is stale: let it go, or gather it anew where it must
+        """The truth has changed, so a copy of it on the device is stale: gather it anew, which is a hint unless it must
         stay (sticky, or viewed from outside). Where the buffer is the truth's own memory there is nothing to do."""
-        if self.runtime.in_place or not self.present:
+        if self.runtime.in_place or not self.nbytes or not self.present:
             return
         self.wait()
-        stays = bool(self._pins) or (self.runtime.ranks.size == 1 and self.buffer.exported())
+        viewed = self.runtime.ranks.size == 1 and self.buffer.exported()
+        stays = bool(self._pins) or viewed
         self._away()
-        if stays:
-            self.begin_fetch()
+        if stays or self.runtime.ranks.size == 1:
+            with contextlib.suppress(*([] if stays else [BudgetError])):
+                self.begin_fetch()
+                if self.executor is not None:
+                    self.executor.expect(self)
+        if viewed:
             self.wait()
 
     def values(self, slot: Slot, kind: str) -> torch.Tensor:
@@ -292,7 +305,8 @@ class ParamGroup:
         dtype = self.dtype if kind == "param" else torch.float32
         start, stop = self.spec.owned(slot, self.runtime.ranks.rank)
         if start < stop:
-            part = value.detach().to("cpu", dtype).reshape(-1)[start - slot.start : stop - slot.start].contiguous()
+            flat = self.runtime.device.to_host(value.detach()).to(dtype).reshape(-1)
+            part = flat[start - slot.start : stop - slot.start].contiguous()
             offset = (start - self.runtime.ranks.rank * self.spec.shard_numel) * dtype.itemsize
             self.runtime.store.patch(self.blocks[kind], part.view(torch.uint8), offset)
 
@@ -302,16 +316,36 @@ class ParamGroup:
         return here or self.runtime.store.resident(self.blocks[kind])
 
     def memory_of(self, kind: str) -> Memory:
-        """The host memory of a kind that `lies_in_memory`; stays valid while the caller keeps the block from moving."""
+        """The host memory of a kind that `lies_in_memory`, to be changed: no copy from it is in flight. Stays valid
+        while the caller keeps the block from moving."""
         if kind == "param" and self.runtime.in_place and self.present:
             self.wait()
-            return self.buffer
+            return host_memory(self.buffer)
         memory = self.runtime.store.acquire(self.blocks[kind])
         self.runtime.store.release(self.blocks[kind])
+        memory.quiet()
         return memory
 
+    def stay(self) -> None:
+        """The present group does not move any more: its buffer is the truth."""
+        if self.executor is not None:
+            self.executor.remove(self)
+        self.nbytes = 0
+
     @property
-    def buffer(self) -> Memory:
+    def resident(self) -> bool:
+        """The group lives wholly on a device of its own memory, optimizer states included."""
+        return not self.runtime.in_place and self.blocks["param"].home is Tier.DEVICE
+
+    def on_device(self, kind: str, dtype: torch.dtype) -> torch.Tensor:
+        """One kind of a resident group: 1-D tensor of the shard's elements, on the device."""
+        memory = self.blocks[kind].memory
+        if memory is None:
+            raise RuntimeError(f"{kind} of group '{self.name}' has no memory")
+        return memory.view(dtype)
+
+    @property
+    def buffer(self) -> Buffer:
         """The device buffer that the parameters view."""
         if self._buffer is None:
             raise RuntimeError(f"group '{self.name}' has no buffer yet")
@@ -321,7 +355,8 @@ class ParamGroup:
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
-        if self.executor is None:
+        elsewhere = self.runtime.device.torch_device.type != "cpu"  # autograd has a thread of its own for such a device
+        if self.executor is None or (elsewhere and torch._C._current_graph_task_id() != -1):
             yield
         else:
             with self.executor.entered():
@@ -336,42 +371,13 @@ class ParamGroup:
         if self.nbytes and self.executor is not None:
             self.executor.use(self, phase)
 
-    def _start(self) -> tuple[Ticket, Memory | None]:
-        """Start filling the buffer from the truth; the staging memory goes back when the ticket is done."""
-        runtime, block = self.runtime, self.blocks["param"]
-        store = runtime.store
-        if runtime.in_place:
-            return store.read(block, self.buffer), None
-        if store.resident(block) and runtime.ranks.size == 1:
-            source = store.acquire(block)
-            store.release(block)
-            return self._copy_in(source), None
-        staging = store.staging(block.nbytes, f"group '{self.name}' on its way to the device")
-        try:
-            arrival = store.read(block, staging)
-            if runtime.ranks.size > 1:
-                arrival.wait()
-                runtime.ranks.all_gather(self.buffer.view(self.dtype), staging.view(self.dtype))
-                return Finished(), staging
-        except BaseException:
-            store.unstage(staging)
-            raise
-        return chain(arrival, lambda: self._copy_in(staging)), staging
-
-    def _copy_in(self, source: Memory) -> Ticket:
-        self.runtime.meter.count("device", written=source.nbytes)
-        return self.buffer.busy(source.busy(self.runtime.device.copy_in(self.buffer.bytes, source.bytes)))
-
-    def _absorb_master(self, shard: torch.Tensor) -> None:
-        """master := param wherever the master's rounded value is not what the parameter is now."""
+    def _absorb_master(self, part: torch.Tensor, start: int) -> None:
+        """master := param wherever the rounded master is not what the parameter is now, from element `start` on."""
         store, block = self.runtime.store, self.blocks["master"]
-        window = 1 << 20
-        for start in range(0, shard.numel(), window):
-            part = shard[start : start + window]
-            master = torch.empty(part.numel(), dtype=torch.float32)
-            store.load(block, master.view(torch.uint8), start * 4)
-            same = (master.to(self.dtype) == part) | (part.isnan() & master.isnan())
-            store.patch(block, torch.where(same, master, part.float()).view(torch.uint8), start * 4)
+        master = torch.empty(part.numel(), dtype=torch.float32)
+        store.load(block, master.view(torch.uint8), start * 4)
+        same = (master.to(self.dtype) == part) | (part.isnan() & master.isnan())
+        store.patch(block, torch.where(same, master, part.float()).view(torch.uint8), start * 4)
 
     def _away(self) -> None:
         with uninterrupted():

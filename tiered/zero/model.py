@@ -10,7 +10,8 @@ several ranks, and the way back to a plain module. Invariants:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,43 +25,56 @@ from tiered.schedule.execute import Executor
 from tiered.schedule.trace import Phase
 from tiered.store.block import Block, BlockKey
 from tiered.store.tier import Tier
-from tiered.zero import statedict
-from tiered.zero.grads import Departures, GroupGrads
+from tiered.zero import buffers, residence, statedict
+from tiered.zero.departures import Departures
+from tiered.zero.grads import GroupGrads, Kernels
 from tiered.zero.group import ParamGroup
 from tiered.zero.guard import ATTRIBUTE, guard, unguard
 from tiered.zero.home import GoneHome, ParamHome
+from tiered.zero.placing import Placement
+from tiered.zero.resident import ResidentGrads
+from tiered.zero.room import DeviceRoom
 from tiered.zero.runtime import Runtime
 from tiered.zero.unit import Unit, refuse_copy
 
 MODEL_ATTRIBUTE = "_tiered_model"  # on the root module: its ShardedModel
 STATE_KINDS = ("exp_avg", "exp_avg_sq")
 _OF_TRAINING = {"grad", *STATE_KINDS}
+_MARGIN = 1.25  # of the measured activations: left free when groups are promoted, for batches a little larger
 
 
 class ShardedModel:
     """See the file's contract."""
 
     def __init__(
-        self, module: nn.Module, config: Config, runtime: Runtime, groups: list[ParamGroup], reserve: int
+        self,
+        module: nn.Module,
+        config: Config,
+        runtime: Runtime,
+        groups: list[ParamGroup],
+        placement: Placement,
+        kernels: Kernels,
     ) -> None:
-        """`reserve`: bytes of the host budget that staging needs and that no state may take."""
         self.module = module
         self.config = config
         self.runtime = runtime
         self.groups = groups
-        self.departures = Departures(runtime)
+        self.kernels = kernels
+        self.departures = Departures(runtime, kernels, placement.departing)
         self.grads: list[GroupGrads] = []
         self.homes: list[ParamHome] = []
         self.units: list[Unit] = []
         self.holders: list[nn.Module] = []  # modules that hold parameters directly
-        self.reserve = reserve
+        self.reserve = placement.reserve  # bytes of the host budget that staging needs and that no state may take
         self.closed = False
         self.failure: BaseException | None = None  # of a step that could not be completed: the states are torn
         self._class = type(module)
+        self._promoted = False
         self._reducing: int | None = None  # the backward whose end is being waited for
-        budget = runtime.budget  # what never moves is charged already
-        ahead = runtime.ranks.size == 1
-        self.executor = Executor(groups, budget.free, lambda: budget.free, runtime.meter, ahead=ahead)
+        self._settlements: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self.room = DeviceRoom(runtime.device, runtime.budget, placement.window)
+        one = runtime.ranks.size == 1
+        self.executor = Executor(groups, self.room, runtime.meter, ahead=one, stale=not runtime.in_place)
         runtime.store.on_pressure = self.executor.settle
         for group in groups:
             group.executor = self.executor
@@ -82,7 +96,7 @@ class ShardedModel:
             return
         store, numel = self.runtime.store, group.spec.shard_numel
         need = sum(page_ceil(numel * dtype.itemsize) for dtype in missing.values())
-        roomy = self.config.optimizer_tier != "nvme" and need <= store.host.free - self.reserve
+        roomy = self.config.optimizer_tier != "nvme" and need <= store.room() - self.reserve
         tier = Tier.HOST if roomy or not self.config.directories else Tier.NVME
         made: dict[str, Block] = {}
         try:
@@ -104,10 +118,44 @@ class ShardedModel:
         for group in self.groups:
             group.absorb()
 
-    def changed(self) -> None:
-        """The truth of every group has changed: stale copies go, saved graphs are marked as torch marks them."""
+    def changed(self, fresh: Collection[int] = ()) -> None:
+        """A step has changed the truth of every group: stale copies go (`fresh`: of which groups they have gone), and
+        what comes next is fetched."""
         for group in self.groups:
-            group.refresh()
+            if group.index not in fresh:
+                group.refresh()
+        self.room.stepped()
+        self._promote()
+        self.executor.stepped()
+
+    def _promote(self) -> None:
+        """Where a whole step has been measured, the first groups that fit beside it stay on the device for good."""
+        config, ranks = self.config, self.runtime.ranks
+        open_to = config.optimizer_tier == "auto" and config.param_tier in ("auto", "device")
+        if not open_to or ranks.size > 1 or self._promoted or not self.room.learnt:
+            return
+        self._promoted = True
+        for group in residence.fitting(self.groups, self.room.spare(_MARGIN)):
+            if not residence.promote(group):
+                return
+            self.room.stays(sum(page_ceil(block.nbytes) for block in group.blocks.values()))
+            before = self.grads[group.index]
+            after = ResidentGrads(group, before.dtype, self.kernels, self.departures)
+            after.present = before.present
+            self.grads[group.index] = after
+            for home in self.homes:
+                if home.group is group:
+                    home.grads = after
+
+    def on_settle(self, settle: Callable[[], None]) -> None:
+        """Call `settle`, a bound method whose object may go, before counters are read."""
+        self._settlements.append(weakref.WeakMethod(settle))
+
+    def settle(self) -> None:
+        """Bring the counters up to date with what the device has done."""
+        for reference in self._settlements:
+            if (settle := reference()) is not None:
+                settle()
 
     # --- scopes ---
 
@@ -144,14 +192,17 @@ class ShardedModel:
             engine.queue_callback(self._finish_backward)
 
     def _finish_backward(self) -> None:
+        self.departures.drain()
+        for group in self.groups:
+            group.let_go()
+        if not self.runtime.device.in_place:
+            self.executor.clear()  # reducing takes room on the device
         flags = [flag for grads in self.grads for flag in grads.arrived]
         united = iter(self.runtime.ranks.any(flags))
         for grads in self.grads:
             arrived = [next(united) for _ in grads.arrived]
             if any(arrived):
                 grads.reduce(arrived)
-        for group in self.groups:
-            group.let_go()
 
     # --- the end ---
 
@@ -190,17 +241,20 @@ class ShardedModel:
         self.departures.abandon()
         for group in self.groups:
             for kind in _OF_TRAINING & group.blocks.keys():
-                self.runtime.store.remove(group.blocks.pop(kind))
+                residence.remove_block(group, kind)
 
     def release(self) -> None:
         """Give back memory, files and threads."""
         self.closed = True
-        self.departures.abandon()
+        self.departures.close()
         for group in self.groups:
             group.disown()
+        self.runtime.device.fence().wait()  # what computes still reads the buffers
         self.runtime.store.close()
         self.runtime.device.close()
         for group in self.groups:
+            for kind in [k for k, block in group.blocks.items() if block.home is Tier.DEVICE and k != "param"]:
+                group.blocks.pop(kind)
             if not group.buffer.exported():
                 group.buffer.decommit()
 
@@ -220,6 +274,7 @@ class ShardedModel:
             _replace_with_meta(self.module, param, home)
 
     def _restore_modules(self) -> None:
+        buffers.move(self.module, torch.device("cpu"))
         for unit in self.units:
             unit.restore()
         for module in self.holders:

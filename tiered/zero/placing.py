@@ -2,7 +2,8 @@
 
 Pure arithmetic over group sizes; `store.policy.place` decides. Stated formulas, all in bytes:
 
-    device    the groups that stay + max over modules of (the groups that move, of the module and those it is inside of)
+    device    the groups that stay, with what of their states is there
+              + max over modules of (the groups that move, of the module and those it is inside of)
     host      homes + reserve; reserve covers the staging of a step, of a gather and of the gradients in backward
 
 Invariant: what `place_groups` returns fits the budgets, or it raises ConfigError with the bytes that would.
@@ -22,6 +23,7 @@ from tiered.store.tier import Tier
 
 CHUNK_ALIGN = 1 << 19  # elements: 1 MiB of a 16-bit kind, so that a chunk is whole pieces of every kind
 PIPELINE_SLOTS = 3
+_DEPARTING = 2  # times the largest group's gradient: what may be on its way from the device at once
 _SOFT_RESERVE = 96 << 20  # what a step's staging should have where the budget can spare it
 
 
@@ -34,31 +36,44 @@ class GroupSizes:
     shard: dict[str, int]  # kind -> bytes; "param" always, the others where the group trains
     numel: int  # elements of the shard
 
+    @property
+    def trained(self) -> dict[str, int]:
+        """`shard` as it is once the group trains, which a frozen one may do later."""
+        states = dict.fromkeys(("exp_avg", "exp_avg_sq"), 4 * self.numel)
+        return {"grad": self.shard["param"], **states, **self.shard}
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """Homes by (group, kind), the groups that stay on the device, the device budget in force, and the bytes of the host
-    budget that staging needs."""
+    """Where everything lives."""
 
-    homes: dict[tuple[int, str], Tier]
-    sticky: frozenset[int]
-    device_limit: int
-    reserve: int
+    homes: dict[tuple[int, str], Tier]  # by (group, kind)
+    sticky: frozenset[int]  # the groups that stay on the device
+    device_limit: int  # the device budget in force
+    reserve: int  # bytes of the host budget that staging needs
+    window: int  # bytes that the moving groups need on the device at once
+    departing: int  # bytes of gradients that may be on their way to the host at once
 
 
 def place_groups(
-    groups: Sequence[GroupSizes], paths: Sequence[Sequence[int]], config: Config, host_limit: int, *, in_place: bool
+    groups: Sequence[GroupSizes],
+    paths: Sequence[Sequence[int]],
+    config: Config,
+    host_limit: int,
+    *,
+    in_place: bool,
+    lone: bool = True,
+    free: int | None = None,
 ) -> Placement:
     """Place every block of every group.
 
     paths: for each module, the indices of the groups it and the modules around it gather at once.
-    in_place: a shard on the host is the gathered group itself. Raises ConfigError where a budget is too small.
+    in_place: a shard on the host is the gathered group itself. lone: there is one rank. free: bytes of the device where
+    no device_budget is given (None: as many as are of use). Raises ConfigError where a budget is too small.
     """
     limit = config.device_budget if isinstance(config.device_budget, int) else None
     if not in_place:
-        sticky, limit = _sticky(groups, paths, config, limit)
-        homes = _place_fastest(groups, config, 0, host_limit, in_place=False)
-        return Placement(homes, sticky, limit, _reserve(groups, drives=True, in_place=False))
+        return _place_beside(groups, paths, config, host_limit, limit if limit is not None else free, lone=lone)
     if config.param_tier == "device":
         spare = sum(page_ceil(g.gathered) for g in groups) if limit is None else limit
     else:
@@ -72,7 +87,47 @@ def place_groups(
     if stays + window > limit:
         raise ConfigError(_window_error(moving, limit, window))
     sticky = frozenset(g.index for g in groups if homes[g.index, "param"] is Tier.DEVICE)
-    return Placement(homes, sticky, limit, _reserve(groups, drives=True, in_place=True))
+    return Placement(homes, sticky, limit, _reserve(groups, drives=True, in_place=True), window, 0)
+
+
+def _place_beside(
+    groups: Sequence[GroupSizes],
+    paths: Sequence[Sequence[int]],
+    config: Config,
+    host_limit: int,
+    limit: int | None,
+    *,
+    lone: bool,
+) -> Placement:
+    """`place_groups` for a device of its own memory: groups are resident with all their states, or move."""
+    resident = _resident(groups, config) if lone else []
+    there = sum(page_ceil(nbytes) for g in resident for nbytes in g.shard.values())
+    others = [g for g in groups if g not in resident]
+    need = there + _window(others, paths)
+    if resident and limit is not None and need > limit:
+        raise ConfigError(
+            f"device_budget={limit} ({format_size(limit)}) is too small for optimizer_tier='device': parameters, "
+            f"gradients and optimizer states take {there} bytes and what moves {need - there}: set it to at least "
+            f"{need} ({format_size(need)}), or use optimizer_tier='auto'"
+        )
+    sticky, limit = _sticky(others, paths, config, None if limit is None else limit - there)
+    homes = _place_fastest(others, config, 0, host_limit, in_place=False)
+    homes |= {(g.index, kind): Tier.DEVICE for g in resident for kind in g.shard}
+    grad = max((page_ceil(g.trained["grad"]) for g in others), default=0)
+    reserve = _reserve(others, drives=True, in_place=False)
+    return Placement(homes, sticky, limit + there, reserve, _window(others, paths), _DEPARTING * grad)
+
+
+def _resident(groups: Sequence[GroupSizes], config: Config) -> list[GroupSizes]:
+    """The groups that live on the device with all their states."""
+    if config.optimizer_tier != "device":
+        return []
+    if config.param_tier not in ("auto", "device"):
+        raise ConfigError(
+            f"optimizer_tier='device' keeps parameters on the device too, but param_tier={config.param_tier!r}: use "
+            f"param_tier='auto' or 'device', or another optimizer_tier"
+        )
+    return [g for g in groups if "grad" in g.shard]
 
 
 def _window(groups: Sequence[GroupSizes], paths: Sequence[Sequence[int]]) -> int:
@@ -97,26 +152,16 @@ def _sticky(
     if limit is None:
         largest = max((page_ceil(g.gathered) for g in groups), default=0)
         limit = total if config.param_tier in ("auto", "device") else max(3 * largest, window)
-    if config.param_tier in ("host", "nvme"):
-        if window > limit:
-            raise ConfigError(_window_error(groups, limit, window))
-        return frozenset(), limit
-    if total <= limit:
-        return frozenset(g.index for g in groups), limit
     if config.param_tier == "device":
+        if total <= limit:
+            return frozenset(g.index for g in groups), limit
         raise ConfigError(
             f"device_budget={limit} ({format_size(limit)}) is too small for param_tier='device': all parameters take "
             f"{total} bytes ({format_size(total)}): raise it, or use param_tier='auto'"
         )
     if window > limit:
         raise ConfigError(_window_error(groups, limit, window))
-    stay: set[int] = set()
-    left = limit - window
-    for group in groups:
-        if page_ceil(group.gathered) <= left:
-            stay.add(group.index)
-            left -= page_ceil(group.gathered)
-    return frozenset(stay), limit
+    return frozenset(), limit  # what fits is kept by next use
 
 
 def _place_fastest(
@@ -180,11 +225,11 @@ def slot_bytes(shard: dict[str, int], numel: int, chunk: int) -> int:
 
 def _reserve(groups: Sequence[GroupSizes], *, drives: bool, in_place: bool) -> int:
     param = max((page_ceil(g.shard["param"]) for g in groups), default=0)
-    grad = max((page_ceil(g.shard.get("grad", 0)) for g in groups), default=0)
-    window = min(WINDOW_BYTES, max((page_ceil(n) for g in groups for n in g.shard.values()), default=0))
-    leaving = 0 if in_place else 3 * max(grad, param)
+    grad = max((page_ceil(g.trained["grad"]) for g in groups), default=0)
+    window = min(WINDOW_BYTES, max((page_ceil(n) for g in groups for n in g.trained.values()), default=0))
+    leaving = 0 if in_place else (_DEPARTING + 1) * max(grad, param)
     if not drives:
         return window + leaving
-    step = PIPELINE_SLOTS * max((slot_bytes(g.shard, g.numel, CHUNK_ALIGN) for g in groups), default=0)
+    step = PIPELINE_SLOTS * max((slot_bytes(g.trained, g.numel, CHUNK_ALIGN) for g in groups), default=0)
     backward = grad + leaving + (0 if in_place else param)
     return window + max(step, backward)

@@ -4,13 +4,18 @@ Instead of hooks that find tensors in inputs and outputs (and miss them in unusu
 instance's `forward` by a callable that opens a scope: groups present, parameters plain, saved tensors noted. Leaving
 the scope, by return or by exception, undoes all of it. Backward needs no hook: what it touches faults in.
 
-Invariant: `restore` leaves the module exactly as it was found.
+Invariants:
+1. `restore` leaves the module exactly as it was found.
+2. What autocast casts of weights ends with the scope. Its cache would keep a 16-bit copy of every weight until the
+   outermost autocast region ends, past any eviction, and hand out old values after a step inside the region.
+3. Scopes are never part of a compiled graph; the module's own forward may be (`zero.compiled`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -19,7 +24,7 @@ from torch import nn
 
 from tiered.errors import UsageError
 from tiered.schedule.trace import Phase
-from tiered.zero import graph
+from tiered.zero import compiled, graph
 from tiered.zero.group import ParamGroup
 
 
@@ -50,6 +55,11 @@ class Unit:
         self._had_forward = "forward" in module.__dict__
         self.forward: Callable[..., Any] = module.forward  # the module's own
 
+    @property
+    def label(self) -> str:
+        """The module's name, for people."""
+        return self.name or "the model"
+
     def install(self) -> None:
         """Replace the module's forward. Raises UsageError for a module that cannot be replaced."""
         if isinstance(self._module, torch.jit.ScriptModule):
@@ -63,8 +73,12 @@ class Unit:
         else:
             self._module.__dict__.pop("forward", None)
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's own forward, inside the scope."""
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Any) -> Any:
+        """The module's own forward, inside the scope, and seen by `compiler`.
+
+        Raises UsageError while a CUDA graph is captured, or a tracer records.
+        """
+        self._check_usable()
         if self.input_dtype is not None:
             args, kwargs = _cast(args, self.input_dtype), _cast(kwargs, self.input_dtype)
         phase = current_phase()
@@ -75,7 +89,18 @@ class Unit:
                 if self.holds and phase is Phase.FORWARD:
                     group.hold()
             scope.enter_context(graph.saving_notes())
-            return self.forward(*args, **kwargs)
+            torch.clear_autocast_cache()
+            scope.callback(torch.clear_autocast_cache)
+            compiled.resume(compiler)
+            try:
+                return self.forward(*args, **kwargs)
+            finally:
+                compiled.pause()
+
+    def _check_usable(self) -> None:
+        compiled.refuse_tracing(self.label)
+        if self.groups:
+            self.groups[0].runtime.device.check_usable()  # of one model: one device
 
 
 class _ScopedForward:
@@ -85,8 +110,21 @@ class _ScopedForward:
         self._unit = unit
         functools.update_wrapper(self, unit.forward)  # the signature is the module's own
 
+    @compiled.boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._unit.run(args, kwargs)
+        compiler = compiled.pause()
+        try:
+            return self._unit.run(args, kwargs, compiler)
+        finally:
+            compiled.resume(compiler)
+
+    @property
+    def __code__(self) -> Any:
+        return inspect.unwrap(self._unit.forward).__code__  # read for the names of arguments
+
+    @property
+    def __globals__(self) -> NoReturn:  # read for what its source names
+        raise compiled.not_traceable(self._unit.label)
 
     __deepcopy__ = refuse_copy
     __reduce__ = refuse_copy

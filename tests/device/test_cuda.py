@@ -1,0 +1,207 @@
+"""The CUDA device on a stand-in for torch.cuda: same bits as the CPU, memory page-locked and given back, refusals."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_cuda
+import pytest
+import torch
+from models import CASES, GPT, Case
+from parity.harness import HOST, Session, same, tiered_session
+from torch import nn
+
+import tiered
+from tiered.device import cuda, pinning
+
+
+@pytest.fixture
+def gpu() -> Iterator[fake_cuda.Runtime]:
+    with fake_cuda.installed() as runtime:
+        yield runtime
+
+
+def train(session: Session) -> dict[str, Any]:
+    seen: dict[str, Any] = {"steps": [session.train(0), session.train(1)]}
+    session.backward(2, 0.5)
+    session.backward(3, 0.5)
+    session.optimizer.step()
+    session.optimizer.zero_grad()
+    return {**seen, "last": session.train(4), "weights": session.weights(), "moments": session.moments()}
+
+
+SETTINGS = {
+    "everything in RAM": {"host_budget": "64MiB"},
+    "little on the device": {"host_budget": "64MiB", "device_budget": "budget"},
+    "parameters stay": {"host_budget": "64MiB", "param_tier": "device"},
+    "everything on a drive": {"host_budget": "8MiB", "param_tier": "nvme", "optimizer_tier": "nvme"},
+    "gradients in another dtype": {
+        "host_budget": "64MiB",
+        "precision": tiered.MixedPrecision(reduce_dtype=torch.bfloat16),
+    },
+}
+
+
+def on_gpu(case: Case, swap: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(11)
+    settings = dict(settings)
+    if settings.get("device_budget") == "budget":
+        settings["device_budget"] = 4 * max(p.numel() for p in case.build().parameters()) * 4 + (1 << 16)
+        torch.manual_seed(11)
+    config = tiered.Config(device="cuda", nvme=swap, **settings)
+    model = case.build()
+    with tiered.shard(model, config):
+        optimizer = tiered.AdamW(
+            model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1, max_grad_norm=0.5
+        )
+        return train(Session(case, model, optimizer, config))
+
+
+def on_cpu(case: Case, swap: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    config = {k: v for k, v in settings.items() if k == "precision"}
+    with tiered_session(case, HOST, swap, config=config, max_grad_norm=0.5) as session:
+        return train(session)
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+def test_training_has_the_bits_of_the_cpu_wherever_its_bytes_live(
+    gpu: fake_cuda.Runtime, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    same(on_gpu(GPT, tmp_path, settings), on_cpu(GPT, tmp_path, settings), exact=True)
+    assert gpu.registered == {}, "host memory is still page-locked"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_architecture_has_the_bits_of_the_cpu(gpu: fake_cuda.Runtime, case: Case, tmp_path: Path) -> None:
+    settings = {"host_budget": "64MiB"}
+    same(on_gpu(case, tmp_path, settings), on_cpu(case, tmp_path, settings), exact=True)
+
+
+def test_states_on_the_device_give_the_same_within_rounding(gpu: fake_cuda.Runtime, tmp_path: Path) -> None:
+    settings = {"host_budget": "8MiB", "param_tier": "device", "optimizer_tier": "device"}
+    same(on_gpu(GPT, tmp_path, settings), on_cpu(GPT, tmp_path, {}), exact=False)
+
+
+def test_memory_that_moves_is_page_locked_and_counted(gpu: fake_cuda.Runtime, tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    with tiered.shard(model, tiered.Config(device="cuda", host_budget="16MiB")):
+        optimizer = tiered.AdamW(model.parameters())
+        for _ in range(3):
+            model(torch.ones(2, 256)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        stats = tiered.stats(model)
+        assert stats.pinned_bytes == sum(gpu.registered.values()) > 4 * 256 * 257 * 4 * 4
+        assert stats.pinned_bytes <= stats.resident_bytes["host"] + 4096 <= 16 << 20
+        assert stats.device_fragmentation_bytes == 2 << 20
+    assert gpu.registered == {}
+
+
+def test_a_driver_that_locks_nothing_is_named_once_and_training_goes_on(
+    gpu: fake_cuda.Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pinning, "_warned", False)
+    gpu.refuses_above = 0
+    with caplog.at_level(logging.WARNING, logger="tiered"):
+        got = on_gpu(GPT, tmp_path, SETTINGS["everything in RAM"])
+    same(got, on_cpu(GPT, tmp_path, {}), exact=True)
+    assert len([r for r in caplog.records if "page-locked only" in r.message]) == 1
+
+
+class Hungry(nn.Linear):
+    """A layer that leaves `takes` bytes of activations on the stand-in, and has twice as many for a moment."""
+
+    def __init__(self, width: int, takes: int, gpu: fake_cuda.Runtime) -> None:
+        super().__init__(width, width)
+        self._takes, self._gpu = takes, gpu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._gpu.holds(self._gpu.activations + 2 * self._takes)
+        self._gpu.holds(self._gpu.activations - self._takes)
+        return super().forward(x)
+
+
+LAYER = 256 * 257 * 4
+
+
+def hungry(gpu: fake_cuda.Runtime, layers: int, takes: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Hungry(256, takes, gpu) for _ in range(layers)))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, gpu: fake_cuda.Runtime) -> float:
+    loss = model(torch.ones(2, 256)).square().sum()
+    loss.backward()
+    gpu.holds(0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def test_what_activations_take_is_left_to_them(gpu: fake_cuda.Runtime) -> None:
+    model = hungry(gpu, 8, LAYER // 2)
+    config = tiered.Config(
+        device="cuda", host_budget="64MiB", device_budget=9 * LAYER, param_tier="host", optimizer_tier="host"
+    )
+    with tiered.shard(model, config):
+        optimizer = tiered.AdamW(model.parameters())
+        for _ in range(4):
+            step(model, optimizer, gpu)
+            stats = tiered.stats(model)
+            want = 4 * LAYER + LAYER // 2  # eight layers', and the last one's moment
+            assert want - 8 * 4096 <= stats.activation_bytes <= want, "less what the budget is charged in whole pages"
+            assert stats.resident_bytes["device"] <= 9 * LAYER - stats.activation_bytes
+            assert stats.device_peak_allocated_bytes <= 9 * LAYER
+
+
+def test_activations_that_do_not_fit_beside_the_groups_are_named_once(
+    gpu: fake_cuda.Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = hungry(gpu, 3, 1 << 29)
+    with tiered.shard(model, tiered.Config(device="cuda", host_budget="16MiB", device_budget="1MiB")):
+        optimizer = tiered.AdamW(model.parameters())
+        for _ in range(3):
+            step(model, optimizer, gpu)
+    assert len([r for r in caplog.records if "activations and temporaries took 2.0 GiB" in r.message]) == 1
+
+
+def test_where_a_step_leaves_room_the_first_groups_stay_with_their_states(gpu: fake_cuda.Runtime) -> None:
+    model = hungry(gpu, 6, LAYER // 4)
+    config = tiered.Config(device="cuda", host_budget="64MiB", device_budget=14 * LAYER)
+    with tiered.shard(model, config):
+        optimizer = tiered.AdamW(model.parameters())
+        losses = [step(model, optimizer, gpu) for _ in range(6)]
+        stats = tiered.stats(model)
+        there = stats.placement["exp_avg"]["device"]
+        assert there in (LAYER, 2 * LAYER)
+        assert stats.placement["exp_avg"]["host"] == 6 * LAYER - there
+        assert model[0].weight.grad is None
+        assert stats.peak_bytes["device"] <= 14 * LAYER
+        assert stats.steps == 6
+        states = optimizer.state_dict()["state"]
+        assert all(state["step"] == 6 for state in states.values())
+    plain = hungry(gpu, 6, 0)
+    reference = torch.optim.AdamW(plain.parameters(), fused=True)
+    assert losses == pytest.approx([step(plain, reference, gpu) for _ in range(6)], rel=1e-4)
+
+
+def test_buffers_are_tensors_of_the_device_and_one_where_they_were_one(gpu: fake_cuda.Runtime) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with tiered.shard(model, tiered.Config(device="cuda", host_budget="16MiB")):
+        model(torch.randn(3, 4))
+        assert model[1].num_batches_tracked == 1
+
+
+def test_without_a_gpu_the_default_is_the_cpu_and_cuda_is_refused_by_name() -> None:
+    if cuda.available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(tiered.ConfigError, match=r"device='cuda': torch sees no GPU"):
+        tiered.shard(nn.Linear(2, 2), tiered.Config(device="cuda", host_budget="1MiB"))
+    with tiered.shard(nn.Linear(2, 2), tiered.Config(host_budget="1MiB")) as model:
+        assert model.weight.device.type == "cpu"
+
+
+def test_with_a_gpu_it_is_the_default(gpu: fake_cuda.Runtime) -> None:
+    with tiered.shard(nn.Linear(64, 64), tiered.Config(host_budget="1MiB")):
+        assert gpu.registered

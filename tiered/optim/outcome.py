@@ -1,0 +1,49 @@
+"""Outcome: one number on its way from the device to the host, asked for when it is wanted.
+
+Invariants:
+1. `send` waits for nothing that was given to the device before it; only `receive` waits, and for this copy alone.
+2. One number is on its way at a time. Its host memory is page-locked, so that the copy is asynchronous, and stays until
+   the copy is over, also where nobody receives it.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from tiered.device.base import Device
+from tiered.device.memory import Memory
+from tiered.device.ticket import Event
+
+
+class Outcome:
+    """See the file's contract."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._host = Memory(torch.float64.itemsize, committed=True)
+        self._sent: tuple[Event, torch.Tensor] | None = None  # the copy, and its source, which must outlive it
+        device.pin(self._host)
+        weakref.finalize(self, _give_back, device, self._host).atexit = False
+
+    def send(self, number: torch.Tensor) -> None:
+        """Start copying `number` (() fp64, on the device), as work given by now leaves it."""
+        self._host.quiet()  # of a number that nobody received
+        source = number.reshape(1)
+        event = self._device.copy_out(self._host.view(torch.float64), source)
+        self._host.busy(event)
+        self._sent = event, source
+
+    def receive(self) -> float:
+        """The number sent last, once. Raises what copying raised, RuntimeError where none was sent."""
+        if self._sent is None:
+            raise RuntimeError("no number is on its way")
+        self._sent[0].wait()
+        self._sent = None
+        return float(self._host.view(torch.float64).item())
+
+
+def _give_back(device: Device, memory: Memory) -> None:
+    memory.quiet()
+    device.unpin(memory)
