@@ -220,14 +220,13 @@ class _Deferring(TorchDispatchMode):
             return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        leaves, form = flattened(args, kwargs)
-        ours = [plain(leaf) and leaf in self._stream.storages for leaf in leaves if isinstance(leaf, Tensor)]
-        if not any(ours):
+        if not (any(map(self._ours, args)) or any(map(self._ours, kwargs.values()))):  # most: what the host does
             return func(*args, **kwargs)
-        if func is aten.copy_.default and not all(ours):
+        if func is aten.copy_.default and not (self._ours(args[0]) and self._ours(args[1])):
             return self._cross(func, args, kwargs)
         if func.overloadpacket in _TO_THE_HOST and kwargs.get("device") is not None and not _in_backward():
             return self._at_once(func, args, kwargs, ours_after=False)
+        leaves, form = flattened(args, kwargs)
         plan = self._plans.of(func, args, kwargs, leaves, form)
         if plan.way is Way.VIEW:
             return func(*args, **kwargs)
@@ -236,6 +235,11 @@ class _Deferring(TorchDispatchMode):
         if plan.way is Way.AT_ONCE:
             return self._at_once(func, args, kwargs)
         return self._later(func, leaves, form, plan)
+
+    def _ours(self, value: Any) -> bool:
+        if isinstance(value, (list, tuple)):
+            return any(map(self._ours, value))
+        return plain(value) and value in self._stream.storages
 
     def _later(self, func: Any, leaves: list[Any], form: Form, plan: Plan) -> Any:
         for leaf in leaves:

@@ -163,6 +163,9 @@ class _Torch:
     def device(self, kind: str, index: int = 0) -> torch.device:
         return torch.device("cpu")
 
+    def empty(self, *size: int, device: Any, **more: Any) -> torch.Tensor:
+        return torch.empty(*size, device="cpu", **more)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 

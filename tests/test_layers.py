@@ -78,6 +78,19 @@ def misplaced_names(tree: ast.AST, name: str) -> Iterator[str]:
                 yield f"{name} uses {module}; only {', '.join(places)} may"
 
 
+FACTORIES = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "tensor", "zeros"}
+
+
+def homeless_tensors(tree: ast.AST, name: str) -> Iterator[str]:
+    """New tensors that do not say on which device: they would go wherever the user's default device is."""
+    for node in ast.walk(tree):
+        made = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES
+        if not made or not (isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"):
+            continue
+        if not name.startswith("cli/") and "device" not in {keyword.arg for keyword in node.keywords}:
+            yield f"{name}:{node.lineno} torch.{node.func.attr} does not say on which device"
+
+
 def oversized(tree: ast.Module, name: str) -> Iterator[str]:
     """Functions too long or with too many arguments, and a file without its contract."""
     if ast.get_docstring(tree) is None:
@@ -124,7 +137,7 @@ def _package_files() -> list[tuple[str, ast.Module]]:
     return [(name, ast.parse(path.read_text(encoding="utf-8"))) for name, path in found]
 
 
-RULES = [upward_imports, misplaced_names, oversized, scattered_states]
+RULES = [upward_imports, misplaced_names, homeless_tensors, oversized, scattered_states]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -161,6 +174,7 @@ def test_the_layers_have_no_cycle() -> None:
         (misplaced_names, "device/base.py", "import torch\ntorch.cuda.synchronize()"),
         (misplaced_names, "store/store.py", "from tiered import _native"),
         (misplaced_names, "optim/adamw.py", "from .._native import adamw"),
+        (homeless_tensors, "zero/group.py", "torch.empty(3, dtype=torch.float32)"),
         (oversized, "api.py", "x = 1"),
         (oversized, "api.py", "'''Contract.'''\ndef long():\n" + "    pass\n" * FUNCTION_LINES),
         (oversized, "api.py", "'''Contract.'''\ndef wide(a, b, c, d, e, *, f, g, h, i, j): pass"),

@@ -31,15 +31,13 @@ def train(session: Session) -> dict[str, Any]:
     return {**seen, "last": session.train(4), "weights": session.weights(), "moments": session.moments()}
 
 
+IN_RAM = {"host_budget": "64MiB", "optimizer_tier": "host"}
 SETTINGS = {
-    "everything in RAM": {"host_budget": "64MiB"},
-    "little on the device": {"host_budget": "64MiB", "device_budget": "budget"},
-    "parameters stay": {"host_budget": "64MiB", "param_tier": "device"},
+    "everything in RAM": IN_RAM,
+    "little on the device": {**IN_RAM, "device_budget": "budget"},
+    "parameters stay": {**IN_RAM, "param_tier": "device"},
     "everything on a drive": {"host_budget": "8MiB", "param_tier": "nvme", "optimizer_tier": "nvme"},
-    "gradients in another dtype": {
-        "host_budget": "64MiB",
-        "precision": tiered.MixedPrecision(reduce_dtype=torch.bfloat16),
-    },
+    "gradients in another dtype": {**IN_RAM, "precision": tiered.MixedPrecision(reduce_dtype=torch.bfloat16)},
 }
 
 
@@ -74,8 +72,7 @@ def test_training_has_the_bits_of_the_cpu_wherever_its_bytes_live(
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_architecture_has_the_bits_of_the_cpu(gpu: fake_cuda.Runtime, case: Case, tmp_path: Path) -> None:
-    settings = {"host_budget": "64MiB"}
-    same(on_gpu(case, tmp_path, settings), on_cpu(case, tmp_path, settings), exact=True)
+    same(on_gpu(case, tmp_path, IN_RAM), on_cpu(case, tmp_path, IN_RAM), exact=True)
 
 
 def test_states_on_the_device_give_the_same_within_rounding(gpu: fake_cuda.Runtime, tmp_path: Path) -> None:
@@ -85,7 +82,7 @@ def test_states_on_the_device_give_the_same_within_rounding(gpu: fake_cuda.Runti
 
 def test_memory_that_moves_is_page_locked_and_counted(gpu: fake_cuda.Runtime, tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
-    with tiered.shard(model, tiered.Config(device="cuda", host_budget="16MiB")):
+    with tiered.shard(model, tiered.Config(device="cuda", host_budget="16MiB", optimizer_tier="host")):
         optimizer = tiered.AdamW(model.parameters())
         for _ in range(3):
             model(torch.ones(2, 256)).sum().backward()

@@ -5,7 +5,6 @@ sharded model they end with the forward of their module, so that nothing outlive
 once in a region the arithmetic is torch's; after a step inside a region it is that of `cache_enabled=False`.
 """
 
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from models import ENCODER_DECODER, Case, Gpt, token_batch
 from parity.harness import HOST, NVME, Placement, Session, agree, plain_session, tiered_session, variant
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -91,16 +91,16 @@ def test_steps_inside_one_region_use_the_weights_of_each_step(placement: Placeme
 
 
 class Casts(TorchDispatchMode):
-    """The bytes of all 16-bit copies made inside that are still alive."""
+    """The 16-bit copies made inside: bytes of all, and of those whose memory something still holds."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: list[tuple[weakref.ref[Tensor], int]] = []
+        self._made: list[tuple[StorageWeakRef, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and result.dtype == torch.bfloat16:
-            self._made.append((weakref.ref(result), result.nbytes))
+            self._made.append((StorageWeakRef(result.untyped_storage()), result.nbytes))
         return result
 
     @property
@@ -109,7 +109,7 @@ class Casts(TorchDispatchMode):
 
     @property
     def alive(self) -> int:
-        return sum(nbytes for copy, nbytes in self._made if copy() is not None)
+        return sum(nbytes for storage, nbytes in self._made if not storage.expired())
 
 
 def prepared(model: nn.Module) -> None:

@@ -114,7 +114,7 @@ def _add_recipe(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_placement(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--device", help="cpu (the default) or emulated")
+    group.add_argument("--device", help="cuda, cpu or emulated (default: a GPU where there is one)")
     group.add_argument("--device-budget", metavar="SIZE", help="model bytes on the device at once")
     group.add_argument("--host-budget", metavar="SIZE", help="bytes of RAM for model states and buffers")
     group.add_argument(

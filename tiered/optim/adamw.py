@@ -37,6 +37,7 @@ from tiered.optim.outcome import Outcome
 from tiered.optim.plan import StepPlan, plan_step, within
 from tiered.optim.scaler import LossScaler
 from tiered.optim.state import export_state, import_state
+from tiered.zero.compiled import uncompiled
 from tiered.zero.group import ParamGroup
 from tiered.zero.guard import home_of, is_sharded
 from tiered.zero.home import ParamHome
@@ -120,6 +121,7 @@ class AdamW(torch.optim.Optimizer):
         self.param_groups.append(group)
 
     @torch.no_grad()
+    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one optimizer step, or skip it where a gradient is not finite. Returns what `closure` returned.
 
@@ -150,6 +152,7 @@ class AdamW(torch.optim.Optimizer):
                 self._announce(plan, fresh)
         return loss
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient, or set those there are to zero; as torch.optim.Optimizer.zero_grad."""
         if self.model.closed:

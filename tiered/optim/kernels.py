@@ -309,7 +309,8 @@ class _PortableKernels:
 
     @torch.no_grad()
     def adamw(self, updates: Sequence[_Update], state: _State) -> None:
-        scratch = torch.empty(2, min(_SCRATCH, max(u.stop - u.start for u in updates)), dtype=torch.float32)
+        most = max(u.stop - u.start for u in updates)
+        scratch = torch.empty(2, min(_SCRATCH, most), dtype=torch.float32, device="cpu")
         with np.errstate(all="ignore"):
             for u in updates:
                 for start in range(u.start, u.stop, _SCRATCH):
@@ -354,7 +355,7 @@ class _PortableKernels:
 
     def _block_sum(self, block: Tensor) -> float:
         padded = -(-block.numel() // _SUM_LANES) * _SUM_LANES
-        values = torch.zeros(padded, dtype=torch.float64)  # a zero added to a lane leaves it as it is
+        values = torch.zeros(padded, dtype=torch.float64, device="cpu")  # a zero added to a lane leaves it as it is
         values[: block.numel()] = block
         with np.errstate(all="ignore"):
             lanes = np.add.reduce(values.square_().numpy().reshape(-1, _SUM_LANES), axis=0)

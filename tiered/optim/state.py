@@ -24,7 +24,8 @@ def export_state(
         if steps.get(id(param)):
             home = homes[id(param)]
             moments = {kind: home.group.values(home.slot, kind) for kind in STATE_KINDS}
-            state[position] = {"step": torch.tensor(float(steps[id(param)]), dtype=torch.float32), **moments}
+            step = torch.tensor(float(steps[id(param)]), dtype=torch.float32, device="cpu")
+            state[position] = {"step": step, **moments}
     return state
 
 

@@ -262,18 +262,20 @@ def _take(model: ShardedModel, group: ParamGroup, dtypes: Sequence[torch.dtype],
 
 def _install(model: ShardedModel, plans: list[UnitPlan]) -> None:
     of_param = {id(p): g for g in model.groups for p in g.params}
+    device = model.runtime.device.torch_device
     for plan in plans:
         groups = {of_param[id(p)].index: of_param[id(p)] for p in (*plan.params, *plan.borrowed)}
         unit = Unit(plan.name, plan.module, list(groups.values()))
         unit.holds = not plan.name and model.runtime.ranks.size > 1
-        if not plan.name and model.config.precision.cast_inputs:
-            unit.input_dtype = model.config.precision.param_dtype
+        if not plan.name:
+            unit.input_dtype = model.config.precision.param_dtype if model.config.precision.cast_inputs else None
+            unit.input_device = None if device.type == "cpu" else device
         unit.install()
         model.units.append(unit)
     for module in model.module.modules():
         if any(ATTRIBUTE in p.__dict__ for p in module._parameters.values() if p is not None):
             statedict.install(module)
             model.holders.append(module)
-    buffers.move(model.module, model.runtime.device.torch_device)
+    buffers.move(model.module, device)
     model.module.__dict__[MODEL_ATTRIBUTE] = model
     model.module.__class__ = as_sharded_class(type(model.module))

@@ -76,7 +76,7 @@ class Ranks:
         """The sum of `value` over ranks; fp64."""
         if self.size == 1:
             return value
-        total = torch.tensor([value], dtype=torch.float64)
+        total = torch.tensor([value], dtype=torch.float64, device="cpu")
         dist.all_reduce(total)
         return float(total)
 
@@ -84,6 +84,6 @@ class Ranks:
         """For each flag, whether it is set on any rank."""
         if self.size == 1:
             return flags
-        united = torch.tensor(flags, dtype=torch.uint8)
+        united = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         dist.all_reduce(united, op=dist.ReduceOp.MAX)
         return [bool(f) for f in united.tolist()]

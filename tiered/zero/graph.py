@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from tiered.errors import UsageError
+from tiered.zero.compiled import uncompiled
 
 
 class Owner(Protocol):
@@ -94,6 +95,7 @@ class _Pack:
     def __init__(self, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None) -> None:
         self._outer = outer
 
+    @uncompiled
     def __call__(self, tensor: Tensor) -> Any:
         owner = _owners.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
         if owner is not None:
@@ -105,6 +107,7 @@ class _Pack:
         return _Kept(tensor.detach() if tensor.grad_fn is not None else tensor, tensor._version)
 
 
+@uncompiled
 def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, _Kept):
         _check_version(packed.tensor._version, packed.version, packed.tensor.size())
@@ -112,7 +115,9 @@ def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, _Note):
         _check_version(packed.owner.version_at(packed.offset), packed.version, packed.size)
         storage = packed.owner.storage_for_backward()
-        return torch.empty(0, dtype=packed.dtype).set_(storage, packed.offset, packed.size, packed.stride)
+        return torch.empty(0, dtype=packed.dtype, device=storage.device).set_(
+            storage, packed.offset, packed.size, packed.stride
+        )
     if isinstance(packed, _Foreign):
         return packed.unpack(packed.packed)
     raise RuntimeError(f"backward asked for {packed!r}, which was not packed here")

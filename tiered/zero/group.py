@@ -264,7 +264,7 @@ class ParamGroup:
         base = self.runtime.ranks.rank * self.spec.shard_numel
         step = WINDOW_BYTES // self.dtype.itemsize
         for start in range(0, self.spec.shard_numel, step):
-            part = torch.empty(min(step, self.spec.shard_numel - start), dtype=self.dtype)
+            part = torch.empty(min(step, self.spec.shard_numel - start), dtype=self.dtype, device="cpu")
             self.buffer.read(part.view(torch.uint8), (base + start) * self.dtype.itemsize)
             if self.nbytes:
                 self.runtime.store.patch(self.blocks["param"], part.view(torch.uint8), start * self.dtype.itemsize)
@@ -291,7 +291,7 @@ class ParamGroup:
     def values(self, slot: Slot, kind: str) -> torch.Tensor:
         """A copy of one parameter's elements of a block: `slot.shape`, the block's dtype; gathered from every rank."""
         dtype = self.dtype if kind == "param" else torch.float32
-        full = torch.zeros(slot.numel, dtype=dtype)
+        full = torch.zeros(slot.numel, dtype=dtype, device="cpu")
         start, stop = self.spec.owned(slot, self.runtime.ranks.rank)
         if start < stop:
             offset = (start - self.runtime.ranks.rank * self.spec.shard_numel) * dtype.itemsize
@@ -374,7 +374,7 @@ class ParamGroup:
     def _absorb_master(self, part: torch.Tensor, start: int) -> None:
         """master := param wherever the rounded master is not what the parameter is now, from element `start` on."""
         store, block = self.runtime.store, self.blocks["master"]
-        master = torch.empty(part.numel(), dtype=torch.float32)
+        master = torch.empty(part.numel(), dtype=torch.float32, device="cpu")
         store.load(block, master.view(torch.uint8), start * 4)
         same = (master.to(self.dtype) == part) | (part.isnan() & master.isnan())
         store.patch(block, torch.where(same, master, part.float()).view(torch.uint8), start * 4)

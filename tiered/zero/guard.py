@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from tiered.errors import UsageError
+from tiered.zero.compiled import compiling, uncompiled
 
 ATTRIBUTE = "_tiered"  # the one name put on a user's parameter: its Home
 _DATA: Any = Tensor.data
@@ -69,7 +70,7 @@ _REQUIRES_GRAD: set[Any] = {Tensor.requires_grad.__set__, Tensor.requires_grad_}
 _REFUSED: dict[Any, str] = {
     Tensor.data.__set__: "assigning .data",  # type: ignore[attr-defined]
     Tensor.resize_: "resize_()",
-    Tensor.untyped_storage: "taking the storage",
+    Tensor.untyped_storage: "taking the storage (torch.export does, and torch.compile outside its module's forward)",
     Tensor.storage: "taking the storage",
     Tensor.share_memory_: "share_memory_()",
 }
@@ -79,7 +80,10 @@ class PresentParameter(nn.Parameter):
     """A Parameter whose values are present for its module's forward, or inside `gather`."""
 
     @property
+    @uncompiled
     def grad(self) -> Tensor | None:
+        if compiling():
+            return None  # a compiler describes the tensor; it takes no gradient, and this one may be on another device
         return home_of(self).grad()
 
     @grad.setter
@@ -175,7 +179,7 @@ def unguard(param: nn.Parameter) -> None:
 
 def _refuse(param: nn.Parameter, what: str) -> NoReturn:
     raise UsageError(
-        f"{what} of the sharded parameter '{home_of(param).name}' is not supported: edit its values inside "
+        f"{what} of the sharded parameter '{home_of(param).name}' is not supported: use or edit its values inside "
         f"`with tiered.gather(parameter, modify=True)`, or call tiered.close(model) first"
     )
 

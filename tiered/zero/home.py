@@ -15,6 +15,7 @@ from torch import nn
 
 from tiered.errors import UsageError
 from tiered.zero import graph
+from tiered.zero.compiled import refuse_tracing, uncompiled
 from tiered.zero.grads import GroupGrads
 from tiered.zero.group import ParamGroup
 from tiered.zero.partition import Slot
@@ -53,7 +54,9 @@ class ParamHome:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
+        refuse_tracing(self.name)
         with self.group.opened(current_phase()), graph.saving_notes(beside_others=False):
+            torch.clear_autocast_cache()  # a cast made before a step would be handed out after it
             yield
 
     def note_write(self) -> None:
@@ -142,6 +145,7 @@ class ParamHome:
 def _arrival(home: weakref.ref[ParamHome]) -> Callable[[torch.Tensor], None]:
     """The hook on a parameter; weak, since autograd holds it where the garbage collector cannot see."""
 
+    @uncompiled
     def arrived(param: torch.Tensor) -> None:
         if (owner := home()) is not None:
             owner.arrive(param)

@@ -207,11 +207,11 @@ class Parked:
 
 def _bytes(param: nn.Parameter) -> torch.Tensor:
     """The parameter's whole storage as a row of bytes."""
-    return torch.empty(0, dtype=torch.uint8).set_(param.untyped_storage())
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(param.untyped_storage())
 
 
 def _users(param: nn.Parameter) -> int:
     return int(torch._C._storage_Use_Count(param.untyped_storage()._cdata))
 
 
-_LONE = _users(nn.Parameter(torch.empty(1)))  # of a parameter whose storage nothing else views
+_LONE = _users(nn.Parameter(torch.empty(1, device="cpu")))  # of a parameter whose storage nothing else views

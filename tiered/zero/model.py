@@ -26,6 +26,7 @@ from tiered.schedule.trace import Phase
 from tiered.store.block import Block, BlockKey
 from tiered.store.tier import Tier
 from tiered.zero import buffers, residence, statedict
+from tiered.zero.compiled import uncompiled
 from tiered.zero.departures import Departures
 from tiered.zero.grads import GroupGrads, Kernels
 from tiered.zero.group import ParamGroup
@@ -310,6 +311,7 @@ class ShardedModule(nn.Module):
                 raise
             model.close(keep_weights=False)  # the error on its way out matters more
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.nn.Module.zero_grad, without bringing in the gradients only to drop them."""
         model: ShardedModel | None = self.__dict__.get(MODEL_ATTRIBUTE)

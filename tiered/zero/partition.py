@@ -135,5 +135,6 @@ def _by_default(model: nn.Module, sizes: dict[int, int]) -> Iterator[tuple[str, 
 
 
 def _callable(module: nn.Module) -> bool:
-    """Containers such as ModuleList have no forward of their own, so no hook on one would ever run."""
-    return type(module).forward is not nn.Module.forward
+    """Containers such as ModuleList have no forward of their own, so no hook on one would ever run. What
+    torch.compile(module) returns has it as an attribute."""
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__

@@ -100,7 +100,7 @@ def _state_bytes(group: ParamGroup) -> dict[str, int]:
 
 def _copy(store: TieredStore, block: Block, buffer: Buffer) -> None:
     for start in range(0, block.nbytes, WINDOW_BYTES):
-        part = torch.empty(min(WINDOW_BYTES, block.nbytes - start), dtype=torch.uint8)
+        part = torch.empty(min(WINDOW_BYTES, block.nbytes - start), dtype=torch.uint8, device="cpu")
         store.load(block, part, start)
         buffer.write(part, start)
 

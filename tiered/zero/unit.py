@@ -50,6 +50,7 @@ class Unit:
         self.name = name
         self.groups = tuple(groups)
         self.input_dtype: torch.dtype | None = None
+        self.input_device: torch.device | None = None  # where tensors given to the module are moved to
         self.holds = False  # keep the groups from forward until the end of backward
         self._module = module
         self._had_forward = "forward" in module.__dict__
@@ -79,8 +80,8 @@ class Unit:
         Raises UsageError while a CUDA graph is captured, or a tracer records.
         """
         self._check_usable()
-        if self.input_dtype is not None:
-            args, kwargs = _cast(args, self.input_dtype), _cast(kwargs, self.input_dtype)
+        if self.input_dtype is not None or self.input_device is not None:
+            args, kwargs = (_mapped(given, self._taken_in) for given in (args, kwargs))
         phase = current_phase()
         with contextlib.ExitStack() as scope:
             for group in self.groups:
@@ -96,6 +97,14 @@ class Unit:
                 return self.forward(*args, **kwargs)
             finally:
                 compiled.pause()
+
+    def _taken_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor given to the module, where and as its forward takes it."""
+        if self.input_device is not None and tensor.device.type == "cpu":
+            tensor = tensor.to(self.input_device, non_blocking=True)
+        if self.input_dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(self.input_dtype)
+        return tensor
 
     def _check_usable(self) -> None:
         compiled.refuse_tracing(self.label)
@@ -130,12 +139,12 @@ class _ScopedForward:
     __reduce__ = refuse_copy
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with its floating-point tensors in `dtype`; looks into tuples, lists and dicts."""
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with its tensors changed; looks into tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        return change(value)
     if type(value) in (tuple, list):
-        return type(value)(_cast(v, dtype) for v in value)
+        return type(value)(_mapped(v, change) for v in value)
     if type(value) is dict:
-        return {k: _cast(v, dtype) for k, v in value.items()}
+        return {k: _mapped(v, change) for k, v in value.items()}
     return value
