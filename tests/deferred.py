@@ -6,8 +6,9 @@ reads a value on the host waits. Results are bit-equal to torch's own, for the s
 
 What belongs to the device: the buffers of an emulated device, what a queued operation makes, and any host tensor that
 one takes part in (a batch, say: on a GPU the loop would have moved it). Invariants:
-1. Work happens in the order in which it is given, each after a random delay, below autograd: graph, version counters
-   and views are made by the thread that gives it, once.
+1. Work happens in the order in which it is given, as late as it may: when an event after it is waited for or asked
+   about, or after a random delay. It happens below autograd: graph, version counters and views are made by the thread
+   that gives it, once.
 2. A queued operation keeps no tensor that shares a buffer's storage, as a GPU's kernel holds no object; it keeps the
    mapping. Anything else that it uses it keeps alive until it has run.
 3. What an operation returns (shapes, strides, or an error) is known by a `rehearsal` on zeros of the same geometry. One
@@ -24,10 +25,10 @@ import collections
 import contextlib
 import ctypes
 import dataclasses
+import math
 import queue
 import random
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -47,14 +48,15 @@ from tiered.device.ticket import Completion, Event
 
 aten = torch.ops.aten
 
-_LATE_ONE_IN = 8  # operations that are held up; each of them would make a step of thousands take seconds
 _THREADS_BENEATH = ("tiered-", "late-")  # those of the runtime and of streams: they compute on the host
+_HELD_S = 30.0
 _UNWRITTEN = 0xFF  # all bits set: NaN in every floating dtype, and no valid index
 
 
 @contextlib.contextmanager
 def compute(max_delay_s: float = 0.0, seed: int = 0) -> Iterator[LateStream]:
-    """Inside, torch's operations that touch device memory run late, each at most `max_delay_s` more.
+    """Inside, torch's operations that touch device memory run late: each when somebody waits for it, or else at most
+    `max_delay_s` after the one before.
 
     The emulated device must be made inside. Leaving waits for all work, and raises the first error of any of it.
     """
@@ -70,6 +72,11 @@ def compute(max_delay_s: float = 0.0, seed: int = 0) -> Iterator[LateStream]:
         raise stream.error
 
 
+def now(tensor: Tensor) -> float:
+    """The first element of a float32 tensor as memory has it now, past every wait."""
+    return ctypes.c_float.from_address(tensor.data_ptr()).value
+
+
 class LateStream:
     """See `device.emulated.ComputeStream`; `deferred` and `at_once` count operations on device memory by name."""
 
@@ -80,25 +87,25 @@ class LateStream:
         self.storages = _Storages()
         self._max_delay_s = max_delay_s
         self._random = random.Random(seed)
+        self._given = 0
+        self._awaited = 0.0  # all work up to this one, in the order given, is asked for
+        self._asking = threading.Condition()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         arguments = (torch.get_num_threads(),)
         self._thread = threading.Thread(target=self._serve, args=arguments, name="late-compute", daemon=True)
         self._thread.start()
 
     def run(self, work: Callable[[], None]) -> None:
-        self._queue.put(work)
+        self._put(work)
 
     def record(self) -> Event:
-        reached = Completion()
-        self._queue.put(lambda: reached.finish(self.error))
+        reached = _Point()
+        position = self._put(lambda: reached.finish(self.error))
+        reached.ask = lambda: self._await(position)
         return reached
 
     def wait(self, event: Event) -> None:
-        def hold() -> None:
-            time.sleep(self._random.uniform(0, self._max_delay_s))
-            event.wait()
-
-        self._queue.put(hold)
+        self._put(event.wait)
 
     def took(self, buffer: Buffer) -> None:
         if isinstance(buffer, Memory):
@@ -122,31 +129,66 @@ class LateStream:
         """Bytes of the storages that operations on the device have made and that are alive."""
         return self.storages.made_bytes()
 
-    def compute(self, work: Callable[[], None]) -> None:
-        """Queue the kernel of one operation."""
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """What is given inside is done when the block is left, not before; waiting for it inside ends in an error."""
+        gate = threading.Event()
 
-        def late() -> None:
-            if self._random.randrange(_LATE_ONE_IN) == 0:
-                time.sleep(self._random.uniform(0, self._max_delay_s))
-            work()
+        def pass_gate() -> None:
+            assert gate.wait(_HELD_S), "somebody waited for work that was held"
 
-        self._queue.put(late)
+        self._put(pass_gate)
+        try:
+            yield
+        finally:
+            gate.set()
 
     def close(self) -> None:
         """Wait for all that was given, and join the thread."""
         if self._thread.is_alive():
+            self._await(math.inf)
             self._queue.put(None)
             self._thread.join()
 
+    def _put(self, work: Callable[[], None]) -> int:
+        with self._asking:  # the position and the place in the queue go together
+            self._given += 1
+            self._queue.put(work)
+            return self._given
+
+    def _await(self, position: float) -> None:
+        with self._asking:
+            self._awaited = max(self._awaited, position)
+            self._asking.notify()
+
     def _serve(self, threads: int) -> None:
         torch.set_num_threads(threads)  # the number of parts a sum is made of is part of its value
+        position = 0
         with torch._C._AutoDispatchBelowADInplaceOrView(), torch._C.DisableTorchFunction():
             while (work := self._queue.get()) is not None:
+                position += 1
+                delay = self._random.uniform(0, self._max_delay_s)
+                with self._asking:
+                    self._asking.wait_for(lambda position=position: self._awaited >= position, delay)
                 try:
                     work()
                 except BaseException as error:
                     self.error = self.error or error
                 del work  # what is done holds no memory
+
+
+class _Point(Completion):
+    """A point of the stream: who asks for it has the work before it done."""
+
+    ask: Callable[[], None]
+
+    def done(self) -> bool:
+        self.ask()
+        return super().done()
+
+    def wait(self, timeout: float | None = None) -> None:
+        self.ask()
+        super().wait(timeout)
 
 
 @dataclasses.dataclass(slots=True)
@@ -262,7 +304,7 @@ class _Deferring(TorchDispatchMode):
         inputs = [storages.held(leaf) if isinstance(leaf, Tensor) else (leaf, None) for leaf in leaves]
         outputs = [None if tensor is None else aten.detach.default(tensor) for tensor in made]
         kernel = _Kernel(func, [i for i, _ in inputs], form, outputs, [k for _, k in inputs])
-        self._stream.compute(kernel)
+        self._stream.run(kernel)
         self._stream.deferred[str(func)] += 1
 
     def _made(self, tensor: Tensor) -> Tensor:

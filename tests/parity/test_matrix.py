@@ -17,6 +17,7 @@ from models import CASES, GPT, Case, Gpt
 from parity.harness import (
     EMULATED,
     HOST,
+    LATE,
     NVME,
     Placement,
     Prepare,
@@ -163,7 +164,7 @@ def test_every_combination_trains_bit_equal_to_the_host_run_and_close_to_plain_t
     same(got, host, exact=exact, where="this placement against the host run")
 
 
-@pytest.mark.parametrize("place", [NVME, EMULATED], ids=lambda place: place.name)
+@pytest.mark.parametrize("place", [NVME, EMULATED, LATE], ids=lambda place: place.name)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_architecture_trains_bit_equal_on_every_tier(case: Case, place: Placement, swap: Path) -> None:
     counts = (1, 2, 1, 1, 1)

@@ -16,6 +16,7 @@ from parity.harness import (
     ADAM,
     EMULATED,
     NVME,
+    PROMPT,
     Placement,
     Session,
     agree,
@@ -29,6 +30,12 @@ from torch.optim import lr_scheduler
 
 import tiered
 from tiered.errors import TieredError
+
+
+@pytest.fixture(params=PROMPT, ids=lambda placement: placement.name)
+def placement(request: pytest.FixtureRequest) -> Placement:
+    """Settings and schedules are the host's, whenever the device computes: `LATE` would only take its time."""
+    return request.param
 
 
 def outcome(session: Session) -> list[Any]:

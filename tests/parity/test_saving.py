@@ -17,6 +17,7 @@ from parity.harness import (
     EMULATED,
     HOST,
     NVME,
+    PROMPT,
     Placement,
     PlainAdamW,
     Session,
@@ -32,6 +33,12 @@ from torch import Tensor, nn
 
 import tiered
 from tiered.errors import TieredError
+
+
+@pytest.fixture(params=PROMPT, ids=lambda placement: placement.name)
+def placement(request: pytest.FixtureRequest) -> Placement:
+    """What is checked here is the store's, whenever the device computes: `LATE` would only take its time."""
+    return request.param
 
 
 def build_plain(case: Case, seed: int = 123) -> nn.Module:

@@ -11,11 +11,29 @@ from typing import Any
 import pytest
 import torch
 from models import GPT, Gpt
-from parity.harness import ADAM, HOST, NVME, Placement, budgets, config_for, copied, refused, same, tiered_session
+from parity.harness import (
+    ADAM,
+    HOST,
+    NVME,
+    PROMPT,
+    Placement,
+    budgets,
+    config_for,
+    copied,
+    refused,
+    same,
+    tiered_session,
+)
 from torch import nn
 
 import tiered
 from tiered.errors import BudgetError, ConfigError, StorageError, SwapDirectoryError, TieredError, UsageError
+
+
+@pytest.fixture(params=PROMPT, ids=lambda placement: placement.name)
+def placement(request: pytest.FixtureRequest) -> Placement:
+    """What is checked here is the store's, whenever the device computes: `LATE` would only take its time."""
+    return request.param
 
 
 @pytest.mark.parametrize(

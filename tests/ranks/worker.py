@@ -26,9 +26,11 @@ class Net(nn.Module):
         self.shift = nn.Parameter(torch.randn(3))
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.extra = nn.Parameter(torch.randn(WIDTH) / 4)  # of the root's group: gathered whether used or not
+        self.entry = nn.Parameter(torch.randn(WIDTH) / 4)  # used first: its gradient is the last to come
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x: torch.Tensor, branch: bool = False) -> torch.Tensor:
+        x = x + self.entry
         for block in self.blocks:
             x = x + torch.tanh(block(x))
         if branch:
@@ -40,7 +42,7 @@ def config(scenario: str, swap: str) -> Any:
     if scenario == "host":
         return tiered.Config(device="cpu", host_budget="8MiB")
     if scenario == "device":  # gathered and reduced in a device's own memory, as on several GPUs
-        late = tiered.Emulation(max_delay_s=1e-3)
+        late = tiered.Emulation(max_delay_s=1e-2)
         return tiered.Config(device="emulated", host_budget="8MiB", device_budget="64KiB", nvme=swap, emulation=late)
     return tiered.Config(
         device="cpu", host_budget="1MiB", device_budget="64KiB", nvme=swap, param_tier="nvme", optimizer_tier="nvme"

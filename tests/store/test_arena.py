@@ -283,6 +283,22 @@ def test_memory_that_a_copy_still_uses_is_waited_for_before_it_serves_again_or_i
 # --- retiring memory ---
 
 
+def test_memory_given_after_the_end_is_unlocked_when_its_copies_are_over_and_not_before(locks: Locks) -> None:
+    arena, _ = keeping(8 * PAGE, locks)
+    memory, copy = arena.take(PAGE, "a home"), Copy()
+    memory.busy(copy)
+    arena.close()
+    unpin = locks.unpin
+
+    def unpin_unused(given: Memory) -> None:
+        assert copy.reached, "unlocked while a copy uses it"
+        unpin(given)
+
+    arena._unpin = unpin_unused
+    arena.give(memory)
+    assert not locks.locked
+
+
 @pytest.mark.parametrize("copy", [Copy(), Copy(OSError("the copy failed"))], ids=["done", "failed"])
 @pytest.mark.parametrize("locked", [False, True])
 def test_retired_memory_is_given_once_its_copy_is_over_and_not_before(locks: Locks, copy: Copy, locked: bool) -> None:

@@ -1,8 +1,8 @@
 """The waits of the runtime, found in its source, and a way to import the package with one of them missing.
 
 A wait is a statement that is nothing but a call of one of `VERBS`, in one of `FILES`: those through which bytes travel.
-Run as a pytest plugin (`-p waits.sites`), with MISSING="zero/group.py:123" in the environment, the package is imported
-with the statement at that line replaced by `pass`.
+With MISSING="zero/group.py:123" in the environment, and `waits/site` on Python's path, every process imports the
+package with the statement at that line replaced by `pass`.
 
 Invariant: the source on disk is never touched.
 """
@@ -21,7 +21,7 @@ from types import CodeType, ModuleType
 from typing import NamedTuple
 
 PACKAGE = Path(__file__).resolve().parents[2] / "tiered"
-VERBS = {"wait", "settle", "settled", "order", "quiet", "drain"}
+VERBS = {"abandon", "drain", "order", "quiet", "settle", "settled", "wait"}
 FILES = (
     "device/memory.py",
     "device/streams.py",

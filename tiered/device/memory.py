@@ -91,11 +91,10 @@ class Memory(Buffer):
 
     def quiet(self) -> None:
         """Wait until no registered transfer uses the memory, so that it may be changed."""
-        while waiting := self._transfers:
-            for transfer in waiting:
-                settled(transfer)
-            with self._registering:
-                self._transfers = [t for t in self._transfers if not t.done()]
+        for transfer in list(self._transfers):
+            settled(transfer)
+        with self._registering:
+            self._transfers = [t for t in self._transfers if not t.done()]
 
     def decommit(self) -> None:
         """Return the pages to the system; the contents are gone. Waits for registered transfers."""

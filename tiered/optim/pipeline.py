@@ -13,6 +13,7 @@ Leaves to whom: what an update is, is the caller's function; which bytes live wh
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -204,12 +205,10 @@ class _Slots:
         self._wait(self._tickets, "write-back")
 
     def _wait(self, tickets: Sequence[Ticket], cause: str) -> None:
-        if any(not t.done() for t in tickets):
-            with self._meter.stalled(cause):
-                for ticket in tickets:
-                    ticket.wait()
-        for ticket in tickets:
-            ticket.wait()
+        waiting = any(not ticket.done() for ticket in tickets)
+        with self._meter.stalled(cause) if waiting else contextlib.nullcontext():
+            for ticket in tickets:
+                ticket.wait()
 
     def _raise_finished(self) -> None:
         """Forget what is over; raises what any of it raised, so that no failure goes unseen."""

@@ -262,9 +262,7 @@ class TieredStore:
         Idempotent."""
         for block in self._blocks.values():
             if block.memory is not None:
-                if block.ticket is not None:
-                    settled(block.ticket)
-                self._give_up(block)
+                self._give_up(block)  # which waits for the transfers that use it
         self._blocks.clear()
         self._arena.close()
         if self._space is not None:

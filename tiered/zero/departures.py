@@ -94,8 +94,7 @@ class Departures:
                 continue
 
     def close(self) -> None:
-        """`abandon`, and end the thread; idempotent."""
-        self.abandon()
+        """End the thread, which first adds what is still on its way; idempotent."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()

@@ -244,7 +244,6 @@ class ParamGroup:
             raise UsageError(f"backward through group '{self.name}' after tiered.close(model): its weights are gone")
         if self.nbytes and self.executor is not None:
             self.executor.touch(self, Phase.BACKWARD)
-            self.wait()
         return self.buffer.bytes.untyped_storage()
 
     def version_at(self, offset: int) -> int:
@@ -257,9 +256,8 @@ class ParamGroup:
 
     def absorb(self) -> None:
         """Bring what the user edited in the buffer into the store: `param`, and `master` where the two differ."""
-        if not self.edited or not self.present:
+        if not self.edited or self._state is not GroupState.UNSHARDED:  # what is on its way cannot have been edited
             return
-        self.wait()
         self.edited = self.buffer.exported()  # a view that is still out may edit again
         base = self.runtime.ranks.rank * self.spec.shard_numel
         step = WINDOW_BYTES // self.dtype.itemsize
@@ -316,14 +314,13 @@ class ParamGroup:
         return here or self.runtime.store.resident(self.blocks[kind])
 
     def memory_of(self, kind: str) -> Memory:
-        """The host memory of a kind that `lies_in_memory`, to be changed: no copy from it is in flight. Stays valid
-        while the caller keeps the block from moving."""
+        """The host memory of a kind that `lies_in_memory`, to be changed; valid while the caller keeps the block from
+        moving. A copy to the device that the change overtakes is stale anyway: see `refresh`."""
         if kind == "param" and self.runtime.in_place and self.present:
             self.wait()
             return host_memory(self.buffer)
         memory = self.runtime.store.acquire(self.blocks[kind])
         self.runtime.store.release(self.blocks[kind])
-        memory.quiet()
         return memory
 
     def stay(self) -> None:

@@ -214,7 +214,8 @@ class ShardedModel:
         if any(group.in_use for group in self.groups):
             raise UsageError("close() inside a forward or a gather() of the model: leave it first")
         if keep_weights:
-            self.drain()
+            for group in self.groups:
+                group.absorb()
             self._check_room()
             # what can fail, reading from drives, comes before anything is touched
             values = {id(h): h.exported() for h in self.homes if h.group.blocks["param"].home is Tier.NVME}

@@ -1,0 +1,122 @@
+"""Every wait of the runtime is needed: with any one of them missing, a test fails.
+
+`FAILS` names for each wait (file, function, how many in that function before it) a test that fails without it. Each is
+shown to: a process imports the package without that wait and runs that test. One wait of each file is shown in every
+run, all of them with `-m soak`. A wait that is new, or one that is gone, fails here until the table says so.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from waits.sites import VARIABLE, Site, sites
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 170
+ORDER, STORE, ARENA = "tests/waits/test_order.py", "tests/store/test_store.py", "tests/store/test_arena.py"
+RESIDENT = "tests/optim/test_resident.py"
+RANKS = "tests/ranks/test_two_ranks.py::test_two_ranks_train_what_one_rank_trains_on_the_joined_batch"
+
+FAILS: dict[tuple[str, str, int], str] = {
+    ("device/memory.py", "write", 0): f"{STORE}::test_memory_that_a_copy_still_reads_is_not_changed",
+    ("device/memory.py", "quiet", 0): (
+        f"{ARENA}::test_memory_given_after_the_end_is_unlocked_when_its_copies_are_over_and_not_before"
+    ),
+    ("device/memory.py", "decommit", 0): f"{ORDER}::test_pages_do_not_go_while_a_copy_uses_them",
+    ("device/streams.py", "copy_in", 0): f"{ORDER}::test_a_copy_in_waits_for_what_the_buffer_was_used_for_before",
+    ("device/streams.py", "copy_out", 0): (f"{ORDER}::test_a_copy_out_waits_for_what_makes_its_source"),
+    ("optim/outcome.py", "receive", 0): f"{RESIDENT}::test_sending_an_outcome_does_not_wait_and_receiving_it_does",
+    ("optim/outcome.py", "_give_back", 0): (
+        f"{RESIDENT}::test_the_outcomes_memory_is_page_locked_until_its_last_copy_is_over"
+    ),
+    ("optim/pipeline.py", "__exit__", 0): f"{ORDER}::test_a_step_that_fails_leaves_nothing_in_flight",
+    ("optim/pipeline.py", "_wait", 0): f"{ORDER}::test_a_step_waits_for_the_states_it_updates",
+    ("optim/pipeline.py", "_raise_finished", 0): f"{ORDER}::test_a_write_that_fails_early_fails_its_step",
+    ("store/arena.py", "take", 0): (
+        f"{ARENA}::test_memory_that_a_copy_still_uses_is_waited_for_before_it_serves_again_or_is_unlocked"
+    ),
+    ("store/arena.py", "exchange", 0): (
+        f"{ARENA}::test_what_is_exchanged_leaves_the_viewer_its_pages_and_moves_lock_and_charge"
+    ),
+    ("store/arena.py", "_await_oldest", 0): (
+        f"{ARENA}::test_when_room_is_short_idle_memory_goes_first_and_then_the_oldest_copies_are_waited_for"
+    ),
+    ("store/arena.py", "_drop_oldest", 0): f"{ARENA}::test_an_interrupt_while_a_copy_is_waited_for_loses_no_memory",
+    ("store/arena.py", "_drop", 0): (
+        f"{ARENA}::test_memory_given_after_the_end_is_unlocked_when_its_copies_are_over_and_not_before"
+    ),
+    ("store/store.py", "discard", 0): f"{STORE}::test_memory_that_a_copy_still_reads_is_not_changed",
+    ("store/store.py", "write", 0): f"{STORE}::test_memory_that_a_copy_still_reads_is_not_changed",
+    ("store/store.py", "load", 0): f"{STORE}::test_a_clean_block_is_evicted_without_a_write_and_a_dirty_one_with_one",
+    ("store/store.py", "patch", 0): f"{STORE}::test_any_byte_range_is_loaded_and_patched_exactly",
+    ("store/store.py", "patch", 1): f"{STORE}::test_a_clean_block_is_evicted_without_a_write_and_a_dirty_one_with_one",
+    ("store/store.py", "_settle", 0): f"{ORDER}::test_a_wait_for_a_block_is_counted_as_stalled",
+    ("store/store.py", "_settle", 1): f"{STORE}::test_after_a_failed_fetch_every_call_raises_the_first_cause",
+    ("store/store.py", "note", 0): (
+        "tests/faults/test_drive.py::test_a_flipped_byte_of_an_evicted_gradient_stops_the_step_and_stays_an_error"
+    ),
+    ("zero/departures.py", "_land", 0): f"{ORDER}::test_a_step_takes_every_gradient_on_its_way",
+    ("zero/departures.py", "_land", 1): f"{ORDER}::test_a_gradient_that_cannot_be_added_is_an_error_of_the_step",
+    ("zero/departures.py", "_add", 0): f"{ORDER}::test_setting_a_gradient_is_not_undone_by_one_on_its_way",
+    ("zero/grads.py", "drain", 0): f"{ORDER}::test_reading_a_gradient_waits_until_it_has_been_added",
+    ("zero/grads.py", "_reduced", 0): f"{RANKS}[device]",
+    ("zero/grads.py", "_reduced", 1): f"{RANKS}[device]",
+    ("zero/grads.py", "replace", 0): f"{ORDER}::test_setting_a_gradient_is_not_undone_by_one_on_its_way",
+    ("zero/grads.py", "zero", 0): f"{ORDER}::test_zeroing_a_gradient_is_not_undone_by_one_on_its_way",
+    ("zero/group.py", "disown", 0): f"{ORDER}::test_closing_takes_back_what_is_on_its_way",
+    ("zero/group.py", "wait", 0): f"{ORDER}::test_a_wait_for_a_drive_is_counted_as_stalled",
+    ("zero/group.py", "poll", 0): f"{ORDER}::test_what_has_arrived_gives_back_what_carried_it_without_being_used",
+    ("zero/group.py", "drop", 0): f"{ORDER}::test_letting_go_of_what_is_on_its_way_leaks_nothing[drop]",
+    ("zero/group.py", "refresh", 0): f"{ORDER}::test_letting_go_of_what_is_on_its_way_leaks_nothing[refresh]",
+    ("zero/group.py", "refresh", 1): f"{ORDER}::test_a_view_kept_over_a_step_shows_the_new_values_at_once",
+    ("zero/group.py", "memory_of", 0): f"{ORDER}::test_a_step_waits_for_the_parameters_it_updates_where_they_arrive",
+    ("zero/model.py", "drain", 0): f"{ORDER}::test_a_step_takes_every_gradient_on_its_way",
+    ("zero/model.py", "settle", 0): (
+        "tests/parity/test_resident.py::test_a_step_that_is_not_finite_is_skipped_whole_and_counted_whoever_asks_first"
+    ),
+    ("zero/model.py", "_finish_backward", 0): f"{RANKS}[device]",
+    ("zero/model.py", "_drop_states", 0): f"{ORDER}::test_closing_takes_back_gradients_on_their_way",
+    ("zero/model.py", "release", 0): f"{ORDER}::test_closing_waits_for_what_still_computes",
+    ("zero/passage.py", "settle", 0): f"{ORDER}::test_a_wait_for_a_drive_is_counted_as_stalled",
+    ("zero/passage.py", "arrive", 0): f"{ORDER}::test_parameters_that_cannot_be_read_are_an_error_of_their_use",
+    ("zero/passage.py", "arrive", 1): f"{ORDER}::test_a_view_kept_over_a_step_shows_the_new_values_at_once",
+}
+
+
+def keyed() -> dict[tuple[str, str, int], Site]:
+    """Every wait by its place among those of its function."""
+    found: dict[tuple[str, str, int], Site] = {}
+    for site in sites():
+        earlier = sum(key[:2] == (site.file, site.function) for key in found)
+        found[site.file, site.function, earlier] = site
+    return found
+
+
+def shown() -> list[object]:
+    """All waits; those that are not the first of their file only in a soak."""
+    files: set[str] = set()
+    params = []
+    for key in keyed():
+        params.append(
+            pytest.param(key, marks=[pytest.mark.soak] if key[0] in files else [], id="-".join(map(str, key)))
+        )
+        files.add(key[0])
+    return params
+
+
+def test_every_wait_has_a_test_that_fails_without_it() -> None:
+    assert set(FAILS) == set(keyed())
+
+
+@pytest.mark.parametrize("key", shown())
+def test_without_the_wait_its_test_fails(key: tuple[str, str, int], tmp_path: Path) -> None:
+    site = keyed()[key]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    command += [f"--basetemp={tmp_path / 'pytest'}", "-o", "addopts=--import-mode=importlib", FAILS[key]]
+    path = os.pathsep.join([str(ROOT / "tests" / "waits" / "site"), str(ROOT / "tests")])
+    env = {**os.environ, VARIABLE: str(site), "PYTHONPATH": path}
+    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+    ended = ran.returncode == 1 or ran.returncode < 0  # a test failed, or memory that was gone ended the process
+    assert ended, f"{FAILS[key]} passes without `{site.text}` at {site}:\n{ran.stdout[-2000:]}{ran.stderr[-2000:]}"
