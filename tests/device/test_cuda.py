@@ -1,5 +1,6 @@
 """The CUDA device on a stand-in for torch.cuda: same bits as the CPU, memory page-locked and given back, refusals."""
 
+import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,6 +182,77 @@ def test_where_a_step_leaves_room_the_first_groups_stay_with_their_states(gpu: f
     plain = hungry(gpu, 6, 0)
     reference = torch.optim.AdamW(plain.parameters(), fused=True)
     assert losses == pytest.approx([step(plain, reference, gpu) for _ in range(6)], rel=1e-4)
+
+
+@pytest.mark.parametrize("failing", range(1, 13))
+def test_a_gpu_that_is_short_of_memory_for_a_moment_costs_time_and_nothing_else(
+    gpu: fake_cuda.Runtime, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = []
+    for fails in (False, True):
+        model = hungry(gpu, 6, LAYER // 4)
+        config = tiered.Config(
+            device="cuda", host_budget="64MiB", device_budget=5 * LAYER, param_tier="host", optimizer_tier="host"
+        )
+        with tiered.shard(model, config):
+            optimizer = tiered.AdamW(model.parameters())
+            seen = [step(model, optimizer, gpu) for _ in range(2)]
+            commit, calls = fake_cuda.Buffer.commit, []
+
+            def short(buffer: Any, stream: Any, calls: list[int] = calls, commit: Any = commit) -> None:
+                calls.append(1)
+                if len(calls) == failing:
+                    raise gpu.OutOfMemoryError("no memory")
+                commit(buffer, stream)
+
+            if fails:
+                monkeypatch.setattr(fake_cuda.Buffer, "commit", short)
+            seen += [step(model, optimizer, gpu) for _ in range(2)]
+            monkeypatch.undo()
+        losses.append(seen)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("tiers", [("host", "host"), ("device", "host"), ("device", "device"), ("auto", "auto")])
+def test_a_closed_model_holds_nothing_of_the_devices_budget(gpu: fake_cuda.Runtime, tiers: tuple[str, str]) -> None:
+    model = hungry(gpu, 4, LAYER // 4)
+    config = tiered.Config(
+        device="cuda", host_budget="64MiB", device_budget=40 * LAYER, param_tier=tiers[0], optimizer_tier=tiers[1]
+    )
+    tiered.shard(model, config)
+    optimizer = tiered.AdamW(model.parameters())
+    step(model, optimizer, gpu)
+    runtime = optimizer.model.runtime
+    tiered.close(model)
+    assert (runtime.budget.used, runtime.store.host.used) == (0, 0)
+
+
+def test_what_others_hold_is_no_activation_of_a_budget_made_of_what_is_free(gpu: fake_cuda.Runtime) -> None:
+    gpu.holds(50 * LAYER)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
+    with tiered.shard(model, tiered.Config(device="cuda", host_budget="64MiB")):
+        optimizer = tiered.AdamW(model.parameters())
+        model(torch.ones(2, 256)).sum().backward()
+        optimizer.step()
+        assert tiered.stats(model).activation_bytes < LAYER
+
+
+def test_a_collection_inside_the_pinning_lock_does_not_block(gpu: fake_cuda.Runtime) -> None:
+    model = hungry(gpu, 2, 0)
+    with tiered.shard(model, tiered.Config(device="cuda", host_budget="64MiB", optimizer_tier="device")):
+        optimizer: Any = tiered.AdamW(model.parameters())
+        step(model, optimizer, gpu)
+        optimizer.itself = optimizer  # so that only the collector ends it
+        del optimizer
+        register = gpu._register
+
+        def collecting(*given: int) -> int:
+            gc.collect()
+            return register(*given)
+
+        gpu._register = collecting  # type: ignore[method-assign]
+        other = tiered.AdamW(model.parameters())
+        step(model, other, gpu)
 
 
 def test_buffers_are_tensors_of_the_device_and_one_where_they_were_one(gpu: fake_cuda.Runtime) -> None:

@@ -5,6 +5,7 @@ all of them. 2. a test that waits for ever ends, as in tests/parity. 3. no test 
 """
 
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,13 +34,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def exact() -> Iterator[None]:
     """Arithmetic that repeats bit for bit: no TF32, deterministic kernels, attention as plain matrix products."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    with warnings.catch_warnings():  # some versions of torch warn of these names, which all of them have
+        warnings.simplefilter("ignore")
+        before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.use_deterministic_algorithms(True)
     with sdpa_kernel(SDPBackend.MATH):
         yield
     torch.use_deterministic_algorithms(False)
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 @pytest.fixture(autouse=True)

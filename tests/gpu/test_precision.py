@@ -52,7 +52,9 @@ def test_16_bit_parameters_compute_what_a_16_bit_model_does(
     with sharded(SHORT, place, swap, precision=tiered.MixedPrecision(param_dtype=dtype)) as session:
         losses = scaled_losses(session)
         skipped = session.optimizer.skipped_steps
-    assert losses[0] == pytest.approx(want, rel=1e-3)  # where a weight lies decides which product kernel is chosen
+    assert losses[0] == pytest.approx(
+        want, rel=2e-2
+    )  # 16 bits, and where a weight lies decides which product kernel is chosen
     assert all(map(math.isfinite, losses))
     assert skipped < len(losses)
 

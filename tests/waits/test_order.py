@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deferred
 import pytest
@@ -20,7 +21,7 @@ from tiered.device import emulated
 from tiered.device.memory import Memory
 from tiered.device.ticket import Completion, Ticket, settled
 from tiered.io.swapfile import SwapSpace
-from tiered.optim import kernels
+from tiered.optim import kernels, pipeline
 from tiered.store.store import TieredStore
 from tiered.zero.group import ParamGroup
 from tiered.zero.model import MODEL_ATTRIBUTE, ShardedModel
@@ -298,6 +299,80 @@ def test_a_wait_for_a_drive_is_counted_as_stalled(gate: Gate, slow_drive: Gate, 
         with gate.opening_soon():
             group.wait()
         assert inside.runtime.meter.stalls["fetch"] > HELD_S / 2
+
+
+def test_a_step_waits_for_copies_of_parameters_that_a_forward_given_before_still_needs() -> None:
+    def losses(late: bool) -> list[float]:
+        with contextlib.ExitStack() as scope:
+            if late:
+                scope.enter_context(deferred.compute(max_delay_s=60))
+            model = network()
+            slow = tiered.Emulation(h2d_bytes_per_s=1e6 if late else None)
+            tiered.shard(
+                model,
+                tiered.Config(device="emulated", host_budget="16MiB", device_budget="64KiB", emulation=slow),
+            )
+            optimizer = tiered.AdamW(model.parameters(), lr=0.1)
+            seen = []
+            for _ in range(2):
+                loss_of(model).backward()
+                with torch.no_grad():
+                    between = loss_of(model)
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(between.item())
+            tiered.close(model)
+            return seen
+
+    assert losses(late=True) == losses(late=False)
+
+
+def test_a_step_waits_for_what_is_fetched_ahead_of_what_it_writes(slow_drive: Gate, tmp_path: Path) -> None:
+    with sharded(nvme=tmp_path, param_tier="nvme", optimizer_tier="nvme", device_budget="64KiB") as (
+        model,
+        opt,
+        inside,
+    ):
+        loss_of(model).backward()
+        for group in inside.groups:
+            if group.present:
+                group.drop()
+        slow_drive.close("drive")
+        inside.groups[1].begin_fetch()
+        inside.executor.expect(inside.groups[1])
+        order: list[str] = []
+        run = pipeline.run
+
+        def noted(*given: Any) -> None:
+            order.append("open" if slow_drive.lets("drive") else "held")
+            run(*given)
+
+        with slow_drive.opening_soon(), mock.patch.object(pipeline, "run", noted):
+            opt.step()
+        assert order == ["open"], "the step began while a read of what it writes was under way"
+        assert all(value.isfinite().all() for value in model.state_dict().values())
+
+
+def test_a_wait_for_the_devices_decision_is_counted_as_stalled(gate: Gate) -> None:
+    with sharded(optimizer_tier="device") as (model, optimizer, inside):
+        loss_of(model).backward()
+        gate.close("tiered-d2h")
+        optimizer.step()
+        with gate.opening_soon():
+            assert optimizer.grad_norm > 0
+        assert inside.runtime.meter.stalls["norm"] > HELD_S / 2
+
+
+def test_a_view_of_a_gradient_kept_over_a_backward_shows_the_sum(gate: Gate) -> None:
+    with sharded(2) as (model, _, _):
+        loss_of(model).backward()
+        view = model[0].weight.grad
+        before = view.clone()
+        gate.close("tiered-d2h")
+        with gate.opening_soon():
+            loss_of(model).backward()
+        torch.testing.assert_close(view, 2 * before)
+        del view
 
 
 def test_a_copy_in_waits_for_what_the_buffer_was_used_for_before() -> None:

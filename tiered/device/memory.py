@@ -35,7 +35,7 @@ for _name, _types in {
 }.items():
     getattr(_libc, _name).argtypes = _types
 _PROT_NONE, _PROT_READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
-_MAP_NORESERVE, _MADV_DONTNEED, _MADV_HUGEPAGE = 0x4000, 4, 14
+_MAP_NORESERVE, _MADV_DONTNEED, _MADV_DONTFORK, _MADV_DOFORK, _MADV_HUGEPAGE = 0x4000, 4, 10, 11, 14
 _HUGE_FROM_BYTES = 4 << 20
 
 
@@ -82,6 +82,11 @@ class Memory(Buffer):
     def write(self, data: torch.Tensor, offset: int) -> None:
         self.quiet()
         ctypes.memmove(self.address + offset, data.data_ptr(), data.numel())
+
+    def share_with_forks(self, share: bool) -> None:
+        """Whether a forked child has the memory too. A device that copies from page-locked pages must keep finding them
+        where they are; a fork would have the system copy them all, or move them at the parent's next write."""
+        _libc.madvise(self.address, self._span, _MADV_DOFORK if share else _MADV_DONTFORK)
 
     def busy(self, transfer: Event) -> None:
         """Register a transfer that uses the memory until it is done."""

@@ -67,7 +67,7 @@ class Pinning:
         """`register(address, nbytes)` locks a range, or is refused (False); `unregister(address)` undoes it."""
         self._register = register
         self._unregister = unregister
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection inside may come back to unpin
         self._ranges = _Ranges()
         self._pinned: dict[int, tuple[list[tuple[int, int]], weakref.finalize[Any, Memory]]] = {}  # by address
         self._collected: collections.deque[int] = collections.deque()  # addresses of memories that went without `unpin`
@@ -90,6 +90,7 @@ class Pinning:
             if asked <= available_bytes():
                 self._register_pieces(memory.address, asked, found)
             if found:
+                memory.share_with_forks(False)
                 gone = weakref.finalize(memory, self._collect, memory.address, [start for start, _ in found])
                 gone.atexit = False
                 self._pinned[memory.address] = (found, gone)
@@ -103,6 +104,7 @@ class Pinning:
         with self._lock:
             self._forget_collected_locked()
             self._unpin(memory.address)
+            memory.share_with_forks(True)
 
     def pieces(self, host: torch.Tensor) -> Iterator[tuple[int, int]]:
         """Element ranges [start, stop) of a 1-D contiguous host tensor, in order, that one copy each may move."""
@@ -170,7 +172,7 @@ class Pinning:
             self._rebuild()
 
     def _rebuild(self) -> None:
-        found = sorted(each for ranges, _ in self._pinned.values() for each in ranges)
+        found = sorted(each for ranges, _ in list(self._pinned.values()) for each in ranges)
         self._ranges = _Ranges(tuple(start for start, _ in found), tuple(stop for _, stop in found))
 
 

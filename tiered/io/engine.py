@@ -156,6 +156,7 @@ class CompletionThread:
     def _run(self) -> None:
         while (fn := self._take()) is not None:
             run_callback(fn)
+            del fn  # what is over holds no model
 
 
 def run_callback(fn: Callable[[], None]) -> None:

@@ -266,10 +266,12 @@ class AdamW(torch.optim.Optimizer):
         if self._pending is None or self._outcome is None:
             return
         with self.model.runtime.meter.stalled("norm"):
+            self._outcome.settle()  # Ctrl-C may end the wait, and nothing has changed then
+        with uninterrupted():
             norm = self._outcome.receive()
-        plan, self._pending = self._pending, None
-        if self._taken(norm):
-            self._commit(plan)
+            plan, self._pending = self._pending, None
+            if self._taken(norm):
+                self._commit(plan)
 
     def _taken(self, norm: float) -> bool:
         """Account for a step's gradient norm; False if the step is skipped."""
@@ -320,6 +322,7 @@ class AdamW(torch.optim.Optimizer):
                 group.refresh()
                 fresh.add(group.index)
 
+        model.before_step()
         try:
             if work:
                 pipeline.run(model.runtime.store, model.runtime.meter, work, update, updated)

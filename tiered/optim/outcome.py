@@ -8,19 +8,21 @@ Invariants:
 
 from __future__ import annotations
 
+import collections
 import weakref
 
 import torch
 
 from tiered.device.base import Device
 from tiered.device.memory import Memory
-from tiered.device.ticket import Event
+from tiered.device.ticket import Event, settled
 
 
 class Outcome:
     """See the file's contract."""
 
     def __init__(self, device: Device) -> None:
+        _free_left()
         self._device = device
         self._host = Memory(torch.float64.itemsize, committed=True)
         self._sent: tuple[Event, torch.Tensor] | None = None  # the copy, and its source, which must outlive it
@@ -34,6 +36,11 @@ class Outcome:
         self._host.busy(event)
         self._sent = event, source
 
+    def settle(self) -> None:
+        """Wait until the number sent last can be received. An interrupt passes."""
+        if self._sent is not None:
+            settled(self._sent[0])
+
     def receive(self) -> float:
         """The number sent last, once. Raises what copying raised, RuntimeError where none was sent."""
         if self._sent is None:
@@ -43,6 +50,18 @@ class Outcome:
         return float(self._host.view(torch.float64).item())
 
 
+_left: collections.deque[tuple[Device, Memory]] = collections.deque()
+
+
 def _give_back(device: Device, memory: Memory) -> None:
-    memory.quiet()
-    device.unpin(memory)
+    """Runs wherever an Outcome is collected, maybe inside `pin` or on the thread that copies: it may neither wait nor
+    lock."""
+    _left.append((device, memory))
+
+
+def _free_left() -> None:
+    """Unpin what collected Outcomes have left."""
+    while _left:
+        device, memory = _left.popleft()
+        memory.quiet()
+        device.unpin(memory)

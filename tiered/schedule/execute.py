@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-from tiered.errors import BudgetError, UsageError
+from tiered.errors import UsageError
 from tiered.schedule import plan
 from tiered.schedule.trace import Phase, Trace, Use
 from tiered.stats import Meter
@@ -40,7 +40,7 @@ class Page(Protocol):
         """Present, not pinned, and nobody outside holds a view of it."""
 
     def begin_fetch(self) -> None:
-        """Charge the budget and start bringing it in. Raises BudgetError with nothing started."""
+        """Charge the budget and start bringing it in. Raises MemoryError (a BudgetError is one), nothing started."""
 
     def wait(self) -> None:
         """Return when it is in memory; raises what the fetch raised."""
@@ -92,7 +92,12 @@ class Executor:
         self._observe(page, phase)
         if not page.present:
             self._make_room(page)
-            page.begin_fetch()
+            try:
+                page.begin_fetch()
+            except MemoryError:  # the device has less than its budget says, or staging is scarce: what only hints goes
+                self.settle()
+                self.clear()
+                page.begin_fetch()
         self._recent.pop(page.index, None)
         self._recent[page.index] = None  # before the wait: interrupted there, it can still be evicted
         page.wait()
@@ -117,7 +122,8 @@ class Executor:
 
     def touch(self, page: Page, phase: Phase) -> None:
         """As `use`, cheap when the page is the one that was used last."""
-        if page.nbytes and (page.index != self._current or not page.present):
+        there = page.present and page.index not in self._coming
+        if page.nbytes and (page.index != self._current or not there):
             self.use(page, phase)
             if not self._ahead:
                 self._evict(i for i in list(self._recent) if i != page.index)
@@ -204,7 +210,7 @@ class Executor:
         for index in actions.fetch:
             try:
                 self._pages[index].begin_fetch()
-            except BudgetError:  # no staging to spare: fetching ahead is a hint, so leave it
+            except MemoryError:  # of a budget or of the device itself: fetching ahead is a hint, so leave it
                 return
             self._recent[index] = None
             self._coming.add(index)

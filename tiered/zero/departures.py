@@ -22,6 +22,7 @@ import weakref
 
 import torch
 
+from tiered.device.interrupt import uninterrupted
 from tiered.device.memory import Memory
 from tiered.device.ticket import Completion, Event, settled
 from tiered.errors import BudgetError
@@ -61,18 +62,21 @@ class Departures:
         """Start bringing `flat` (1-D, on the device) to what it is added to."""
         while self._queue and (self._queue[0].added.done() or self._bytes + _nbytes(flat) > self._limit):
             self._land()
+        viewed = grads.viewed()
         while True:
             try:
-                departure = self._begin(grads, position, flat)
+                with uninterrupted():  # a gradient that has begun is always given to the thread
+                    departure = self._begin(grads, position, flat)
+                    self._bytes += departure.nbytes
+                    self._queue.append(departure)
+                    self._serve().put(departure)
+                break
             except BudgetError:
                 if not self._queue:
                     raise
                 self._land()
-            else:
-                break
-        self._bytes += departure.nbytes
-        self._queue.append(departure)
-        self._serve().put(departure)
+        if viewed:  # somebody has kept a view of p.grad: as in torch, it shows the sum when backward is over
+            self.drain()
 
     def drain(self) -> None:
         """Wait until every gradient on its way has been added; raises the first failure, after all have landed."""
@@ -126,11 +130,12 @@ class Departures:
         if not departure.added.done():
             with self._runtime.meter.stalled("gradient"):
                 settled(departure.added)
-        self._queue.popleft()
-        self._bytes -= departure.nbytes
-        if departure.staging is not None:
-            self._runtime.store.unstage(departure.staging)
-        departure.grads.end(departure.position, departure.total)
+        with uninterrupted():
+            self._queue.popleft()
+            self._bytes -= departure.nbytes
+            if departure.staging is not None:
+                self._runtime.store.unstage(departure.staging)
+            departure.grads.end(departure.position, departure.total)
         departure.added.wait()
 
     def _serve(self) -> queue.SimpleQueue[_Departure | None]:

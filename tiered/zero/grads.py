@@ -102,6 +102,10 @@ class GroupGrads:
         self.sums[position] = None
         return memory.view(self.dtype, slot.start, slot.stop), add
 
+    def viewed(self) -> bool:
+        """Somebody outside holds a view of the gradients, while none is on its way."""
+        return self.block.memory is not None and not self.block.pins and self.block.memory.exported()
+
     def end(self, position: int, total: float) -> None:
         """The gradient begun is in place; `total` is the sum of squares of what is there now."""
         if self.group.runtime.ranks.size == 1:

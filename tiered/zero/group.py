@@ -31,7 +31,7 @@ from torch import nn
 from tiered.device.buffer import Buffer
 from tiered.device.interrupt import uninterrupted
 from tiered.device.memory import Memory, page_ceil
-from tiered.errors import BudgetError, UsageError
+from tiered.errors import UsageError
 from tiered.schedule.trace import Phase
 from tiered.store.block import Block, BlockKey
 from tiered.store.store import WINDOW_BYTES
@@ -126,7 +126,7 @@ class ParamGroup:
         graph.register(buffer.bytes.untyped_storage(), self)
 
     def disown(self) -> None:
-        """Release the buffer for good; the parameters have been given other storage."""
+        """Let the values go and end what is on its way; the parameters have been given other storage."""
         self._disowned = True
         graph.unregister(self.buffer.bytes.untyped_storage())
         if self._passage is not None:
@@ -142,8 +142,9 @@ class ParamGroup:
     @property
     def evictable(self) -> bool:
         free = self.nbytes > 0 and self.present and not self._pins
-        # with several ranks all must agree, so a view decides only whether the memory goes, not whether the group does
-        return free and (self.runtime.ranks.size > 1 or not self.buffer.exported())
+        # with several ranks all must agree, so a view decides only whether the memory goes, not whether the group does;
+        # what is on its way has no user but what carries it
+        return free and (self.runtime.ranks.size > 1 or self._passage is not None or not self.buffer.exported())
 
     def begin_fetch(self) -> None:
         """Charge the device budget and start gathering into the buffer."""
@@ -276,10 +277,9 @@ class ParamGroup:
             return
         self.wait()
         viewed = self.runtime.ranks.size == 1 and self.buffer.exported()
-        stays = bool(self._pins) or viewed
         self._away()
-        if stays or self.runtime.ranks.size == 1:
-            with contextlib.suppress(*([] if stays else [BudgetError])):
+        if viewed or self._pins or self.runtime.ranks.size == 1:
+            with contextlib.suppress(MemoryError):  # of a budget or of the device: then it comes when it is used
                 self.begin_fetch()
                 if self.executor is not None:
                     self.executor.expect(self)
@@ -314,13 +314,14 @@ class ParamGroup:
         return here or self.runtime.store.resident(self.blocks[kind])
 
     def memory_of(self, kind: str) -> Memory:
-        """The host memory of a kind that `lies_in_memory`, to be changed; valid while the caller keeps the block from
-        moving. A copy to the device that the change overtakes is stale anyway: see `refresh`."""
+        """The host memory of a kind that `lies_in_memory`, to be changed: no copy from it is in flight, be it for a
+        forward given long ago. Valid while the caller keeps the block from moving."""
         if kind == "param" and self.runtime.in_place and self.present:
             self.wait()
             return host_memory(self.buffer)
         memory = self.runtime.store.acquire(self.blocks[kind])
         self.runtime.store.release(self.blocks[kind])
+        memory.quiet()
         return memory
 
     def stay(self) -> None:

@@ -72,6 +72,9 @@ class ParamHome:
         return self.grads.view(self.position)
 
     def set_grad(self, grad: torch.Tensor | None) -> None:
+        if grad is not None and (not isinstance(grad, torch.Tensor) or grad.layout is not torch.strided):
+            got = f"a {grad.layout} tensor" if isinstance(grad, torch.Tensor) else f"{grad!r}"
+            raise UsageError(f"gradient for '{self.name}' is {got}, expected a strided tensor, or None")
         if grad is not None and grad.shape != self.slot.shape:
             raise UsageError(
                 f"gradient for '{self.name}' has shape {tuple(grad.shape)}, expected {tuple(self.slot.shape)}"

@@ -73,7 +73,7 @@ class ShardedModel:
         self._promoted = False
         self._reducing: int | None = None  # the backward whose end is being waited for
         self._settlements: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self.room = DeviceRoom(runtime.device, runtime.budget, placement.window)
+        self.room = DeviceRoom(runtime.device, runtime.budget, placement.window, given=config.device_budget is not None)
         one = runtime.ranks.size == 1
         self.executor = Executor(groups, self.room, runtime.meter, ahead=one, stale=not runtime.in_place)
         runtime.store.on_pressure = self.executor.settle
@@ -192,6 +192,10 @@ class ShardedModel:
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._finish_backward)
 
+    def before_step(self) -> None:
+        """Nothing fetched ahead reads what a step is going to write; called when every gradient is known."""
+        self.executor.settle()
+
     def _finish_backward(self) -> None:
         self.departures.drain()
         for group in self.groups:
@@ -255,10 +259,11 @@ class ShardedModel:
         self.runtime.store.close()
         self.runtime.device.close()
         for group in self.groups:
-            for kind in [k for k, block in group.blocks.items() if block.home is Tier.DEVICE and k != "param"]:
-                group.blocks.pop(kind)
+            group.blocks.clear()
             if not group.buffer.exported():
                 group.buffer.decommit()
+        self.runtime.budget.refund(self.runtime.budget.used)  # every group's, and what of states was there
+        self.room.leave()
 
     def _free(self, home: ParamHome, value: torch.Tensor | None, keep: bool) -> None:
         """Make one parameter an ordinary one with `value` (or what its home holds), or leave it without values."""

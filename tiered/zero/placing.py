@@ -110,11 +110,16 @@ def _place_beside(
             f"gradients and optimizer states take {there} bytes and what moves {need - there}: set it to at least "
             f"{need} ({format_size(need)}), or use optimizer_tier='auto'"
         )
-    sticky, limit = _sticky(others, paths, config, None if limit is None else limit - there)
+    sticky, limit = _sticky(others, paths, config, None if limit is None else limit - there, there)
     homes = _place_fastest(others, config, 0, host_limit, in_place=False)
     homes |= {(g.index, kind): Tier.DEVICE for g in resident for kind in g.shard}
     grad = max((page_ceil(g.trained["grad"]) for g in others), default=0)
     reserve = _reserve(others, drives=True, in_place=False)
+    filling = min(WINDOW_BYTES, max((page_ceil(n) for g in resident for n in g.shard.values()), default=0))
+    if filling > host_limit:
+        raise ConfigError(
+            f"host_budget={host_limit} is too small to bring the model to the device: set it to at least {filling}"
+        )
     return Placement(homes, sticky, limit + there, reserve, _window(others, paths), _DEPARTING * grad)
 
 
@@ -144,9 +149,10 @@ def _window_error(groups: Sequence[GroupSizes], limit: int, window: int) -> str:
 
 
 def _sticky(
-    groups: Sequence[GroupSizes], paths: Sequence[Sequence[int]], config: Config, limit: int | None
+    groups: Sequence[GroupSizes], paths: Sequence[Sequence[int]], config: Config, limit: int | None, there: int
 ) -> tuple[frozenset[int], int]:
-    """The groups that stay on a device of its own memory, and its budget."""
+    """The groups that stay on a device of its own memory, and its budget; both beside `there` bytes of groups that live
+    there with all their states."""
     total = sum(page_ceil(g.gathered) for g in groups)
     window = _window(groups, paths)
     if limit is None:
@@ -156,8 +162,9 @@ def _sticky(
         if total <= limit:
             return frozenset(g.index for g in groups), limit
         raise ConfigError(
-            f"device_budget={limit} ({format_size(limit)}) is too small for param_tier='device': all parameters take "
-            f"{total} bytes ({format_size(total)}): raise it, or use param_tier='auto'"
+            f"device_budget={limit + there} ({format_size(limit + there)}) is too small for param_tier='device': what "
+            f"stays there takes {total + there} bytes ({format_size(total + there)}): raise it, or use "
+            f"param_tier='auto'"
         )
     if window > limit:
         raise ConfigError(_window_error(groups, limit, window))

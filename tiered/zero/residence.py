@@ -71,9 +71,12 @@ def promote(group: ParamGroup) -> bool:
     sizes = _state_bytes(group)
     if sum(sizes.values()) + (0 if group.present else group.nbytes) > budget.free:
         return False
-    if not group.present:
-        group.begin_fetch()
-    group.wait()
+    try:
+        if not group.present:
+            group.begin_fetch()
+        group.wait()
+    except MemoryError:
+        return False
     group.absorb()
     budget.charge(sum(sizes.values()), f"the states of group '{group.name}'")
     made: dict[str, Buffer] = {}

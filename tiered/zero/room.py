@@ -28,17 +28,21 @@ _budgets: weakref.WeakSet[Budget] = weakref.WeakSet()  # of every live model; a 
 class DeviceRoom:
     """See the file's contract, and `schedule.execute.Room`."""
 
-    def __init__(self, device: Device, budget: Budget, least: int) -> None:
-        """`least`: bytes that moving groups need at once. What is charged to the budget now stays for good."""
+    def __init__(self, device: Device, budget: Budget, least: int, *, given: bool) -> None:
+        """`least`: bytes that moving groups need at once; `given`: the budget is the user's, not what others have left
+        free. What is charged to the budget now stays for good."""
         self.activations = 0
         self.learnt = False
         self._device = device
         self._budget = budget
         self._least = least
         self._staying = budget.used
+        self._before = 0  # bytes that others held when the budget was made of what they had left free
         self._peak = (device.allocated() or (0, 0))[1]
         self._told = False
         _budgets.add(budget)
+        if not given and (held := device.allocated()) is not None:
+            self._before = max(0, held[0] - sum(each.used for each in _budgets))
 
     def capacity(self) -> int:
         return self._budget.limit - self._staying - self._left()
@@ -49,7 +53,7 @@ class DeviceRoom:
     def observe(self) -> None:
         if (measured := self._device.allocated()) is not None:
             now, peak = measured
-            ours = sum(budget.used for budget in _budgets)
+            ours = sum(budget.used for budget in _budgets) + self._before
             self.activations = max(self.activations, now - ours, peak - ours if peak > self._peak else 0)
             self._peak = peak
 
@@ -79,6 +83,10 @@ class DeviceRoom:
     def stays(self, nbytes: int) -> None:
         """`nbytes` more of the budget's charge stay for good."""
         self._staying += nbytes
+
+    def leave(self) -> None:
+        """The model is closed: its budget counts no more."""
+        _budgets.discard(self._budget)
 
     def _left(self) -> int:
         """Bytes left to activations."""
