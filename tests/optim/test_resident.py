@@ -328,10 +328,10 @@ def test_the_outcomes_memory_is_page_locked_until_its_last_copy_is_over() -> Non
         with computing_on(stream):
             outcome.send(number(1.0))
         assert len(pinned) == 1
-        timer.start()
         del outcome
         gc.collect()
         assert len(pinned) == 1, "a collection may not wait"
+        timer.start()
         other = Outcome(device)
         assert len(pinned) == 1, "the first one's went, the other's came"
         del other
