@@ -7,8 +7,21 @@ test starts: a run in the background (`nohup`, some CI) inherits an ignored SIGI
 
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+import torch
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 sys.path.append(str(Path(__file__).parent))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch computes with one thread, so that sums have one order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

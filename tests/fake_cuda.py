@@ -180,6 +180,7 @@ class _CopyOnStream(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default:
             assert args[2:] == (True,), "a copy on a stream of its own that blocks"
+            assert args[0].dtype == args[1].dtype, "a copy that casts is many times slower"
             self._stream.link.copy(args[0], args[1])
             return args[0]
         return func(*args, **(kwargs or {}))

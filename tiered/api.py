@@ -79,6 +79,11 @@ def shard(model: M, config: Config) -> M:
     with contextlib.ExitStack() as undo:
         device = _open_device(kind, config)
         undo.callback(device.close)
+        if config.optimizer_tier == "device" and ranks.size > 1 and not device.in_place:
+            raise ConfigError(
+                f"optimizer_tier='device' with {ranks.size} ranks: this version keeps optimizer states on the device "
+                f"for one rank only: use optimizer_tier='auto', 'host' or 'nvme'"
+            )
         placement = place_groups(
             [g.sizes() for g in groups],
             gather_paths(model, units, groups),

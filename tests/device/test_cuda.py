@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 
 import tiered
 from tiered.device import cuda, pinning
+from tiered.device.ticket import Finished
 
 
 @pytest.fixture
@@ -253,6 +255,120 @@ def test_a_collection_inside_the_pinning_lock_does_not_block(gpu: fake_cuda.Runt
         gpu._register = collecting  # type: ignore[method-assign]
         other = tiered.AdamW(model.parameters())
         step(model, other, gpu)
+
+
+# --- the device's own waits: each is given while a gate holds what it waits for ---
+
+
+class Held:
+    """A link for a stand-in stream that does nothing until it is let go."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self.stream = fake_cuda.Stream()
+        self.stream.link.wait(self)
+
+    def done(self) -> bool:
+        return self._open.is_set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        assert self._open.wait(60)
+
+    def let_go(self) -> None:
+        self._open.set()
+
+
+def test_an_event_waits_for_its_stream(gpu: fake_cuda.Runtime) -> None:
+    held = Held()
+    event = cuda.CudaEvent(held.stream)  # type: ignore[arg-type]
+    timer = threading.Timer(0.1, held.let_go)
+    timer.start()
+    event.wait()
+    assert held.done()
+    timer.join()
+
+
+def test_a_copy_waits_for_the_event_it_is_given_after(gpu: fake_cuda.Runtime) -> None:
+    device, held, source = cuda.CudaDevice(), Held(), torch.zeros(8)
+    there = torch.zeros(8)
+    copied = device.copy_in(there, source, cuda.CudaEvent(held.stream))  # type: ignore[arg-type]
+    timer = threading.Timer(0.1, lambda: (source.fill_(1), held.let_go()))  # what the copy waits for
+    timer.start()
+    copied.wait()
+    assert there.eq(1).all()
+    timer.join()
+    device.close()
+
+
+def test_compute_waits_for_what_it_is_ordered_after(gpu: fake_cuda.Runtime) -> None:
+    device, held = cuda.CudaDevice(), Held()
+    timer = threading.Timer(0.1, held.let_go)
+    timer.start()
+    device.order(cuda.CudaEvent(held.stream))  # type: ignore[arg-type]
+    assert held.done(), "the stand-in's compute stream has done its work when it has been given"
+    timer.join()
+    device.close()
+
+
+def test_memory_given_up_on_another_stream_waits_for_that_stream(gpu: fake_cuda.Runtime) -> None:
+    device, held = cuda.CudaDevice(), Held()
+    buffer = device.allocate(4096)
+    gpu.current, own = fake_cuda.Stream(), gpu.current
+    device.commit(buffer)
+    mine, gpu.current = gpu.current, held.stream
+    device.release(buffer)
+    reached = mine.link.record()  # of the stream that may hand the memory on
+    with pytest.raises(TimeoutError):
+        reached.wait(0.1)
+    held.let_go()
+    reached.wait(60)
+    gpu.current = own
+    device.close()
+
+
+def test_closing_the_device_waits_for_its_copies(gpu: fake_cuda.Runtime) -> None:
+    device, held = cuda.CudaDevice(), Held()
+    copied = device.copy_in(torch.zeros(8), torch.ones(8), cuda.CudaEvent(held.stream))  # type: ignore[arg-type]
+    timer = threading.Timer(0.1, held.let_go)
+    timer.start()
+    device.close()
+    assert copied.done()
+    timer.join()
+
+
+def test_a_stream_refuses_to_wait_for_what_is_no_event_of_cuda(gpu: fake_cuda.Runtime) -> None:
+    device = cuda.CudaDevice()
+    with pytest.raises(RuntimeError, match="cannot wait for a Finished"):
+        device.order(Finished())
+    device.close()
+
+
+# --- 16 bits over the link ---
+
+
+@pytest.mark.parametrize(
+    ("precision", "in_bytes", "out_bytes"),
+    [
+        (tiered.MixedPrecision(), 4, 4),
+        (tiered.MixedPrecision(param_dtype=torch.bfloat16), 2, 2),
+        (tiered.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), 2, 2),
+        (tiered.MixedPrecision(reduce_dtype=torch.bfloat16), 4, 2),
+    ],
+)
+def test_parameters_arrive_and_gradients_leave_in_the_narrower_dtype(
+    gpu: fake_cuda.Runtime, precision: tiered.MixedPrecision, in_bytes: int, out_bytes: int
+) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+    config = tiered.Config(
+        device="cuda", host_budget="16MiB", param_tier="host", optimizer_tier="host", precision=precision
+    )
+    with tiered.shard(model, config):
+        tiered.AdamW(model.parameters())
+        model(torch.ones(2, 64)).float().square().mean().backward()
+        model[0].weight.grad  # noqa: B018  # all are there
+        stats = tiered.stats(model)
+    assert stats.written_bytes["device"] == 3 * 64 * 64 * in_bytes
+    assert stats.read_bytes["device"] == 3 * 64 * 64 * out_bytes
 
 
 def test_buffers_are_tensors_of_the_device_and_one_where_they_were_one(gpu: fake_cuda.Runtime) -> None:

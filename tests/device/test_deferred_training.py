@@ -1,7 +1,7 @@
 """Training whose kernels run late gives the bits of training at once, for every architecture and optimizer."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,12 +16,7 @@ from torch.utils._pytree import tree_leaves
 DELAY_S = 2e-3
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Dropped(nn.Module):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiered.device import pinning
+from tiered.device import host, pinning
 from tiered.device.memory import Memory
 from tiered.device.pinning import Pinning, _Ranges
 
@@ -148,7 +148,7 @@ def test_a_refusal_is_named_once_in_a_process_with_its_limits_and_what_to_do(
     log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "memory.max").write_text(str(3 * MIB), encoding="utf-8")
-    monkeypatch.setattr(pinning, "_LIMITS", ((tmp_path / "memory.max", tmp_path / "memory.current"),))
+    monkeypatch.setattr(host, "_LIMITS", ((tmp_path / "memory.max", tmp_path / "memory.current"),))
     monkeypatch.setattr(resource, "getrlimit", lambda which: (8 * MIB, 16 * MIB))
     for _ in range(2):
         pinned = pinning_on(Driver(total=64 * MIB))
@@ -168,7 +168,7 @@ def test_a_control_group_without_a_limit_is_not_named(
     written: str, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "memory.max").write_text(written, encoding="utf-8")
-    monkeypatch.setattr(pinning, "_LIMITS", ((tmp_path / "memory.max", tmp_path / "memory.current"),))
+    monkeypatch.setattr(host, "_LIMITS", ((tmp_path / "memory.max", tmp_path / "memory.current"),))
     pinning_on(Driver(total=0)).pin(Memory(PAGE, committed=True))
     assert "control group" not in log.records[0].getMessage()
 

@@ -9,19 +9,18 @@ import gc
 import itertools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from deferred import Unreached
 from torch import Tensor
 
 from tiered.config import Emulation
-from tiered.device.buffer import Buffer
 from tiered.device.emulated import EmulatedDevice, computing_on
 from tiered.device.memory import Memory
-from tiered.device.ticket import Completion, Event
 from tiered.optim import kernels, resident
 from tiered.optim.kernels import Segment
 from tiered.optim.outcome import Outcome
@@ -268,31 +267,12 @@ def test_a_step_needs_no_value_on_the_host() -> None:
 # --- the outcome's way to the host ---
 
 
-class Late:
-    """A compute stream that has not come to where it was told to."""
-
-    def __init__(self) -> None:
-        self.reached = Completion()
-
-    def run(self, work: Callable[[], None]) -> None:
-        work()
-
-    def record(self) -> Event:
-        return self.reached
-
-    def wait(self, event: Event) -> None:
-        event.wait()
-
-    def took(self, buffer: Buffer) -> None:
-        return None
-
-
 def number(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
 def test_sending_an_outcome_does_not_wait_and_receiving_it_does() -> None:
-    device, stream = EmulatedDevice(Emulation(max_delay_s=1e-3)), Late()
+    device, stream = EmulatedDevice(Emulation(max_delay_s=1e-3)), Unreached()
     try:
         outcome = Outcome(device)
         value = number(math.nan)
@@ -311,7 +291,7 @@ def test_sending_an_outcome_does_not_wait_and_receiving_it_does() -> None:
 
 
 def test_the_outcomes_memory_is_page_locked_until_its_last_copy_is_over() -> None:
-    stream, pinned = Late(), list[Memory]()
+    stream, pinned = Unreached(), list[Memory]()
 
     class Pinning(EmulatedDevice):
         def pin(self, memory: Memory) -> None:

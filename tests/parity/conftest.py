@@ -11,7 +11,6 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-import torch
 from parity.harness import PLACEMENTS, Placement
 
 ALARM_S = 120
@@ -19,11 +18,8 @@ EXIT_S = 150
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def always_one_thread(one_thread: None) -> None:
+    """Invariant 1."""
 
 
 @pytest.fixture(autouse=True)

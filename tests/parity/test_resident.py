@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from deferred import Unreached
 from models import GPT, MIXED, MOE, ODD, SHORT_GPT, Case
 from parity.harness import (
     ADAM,
@@ -31,9 +32,7 @@ from parity.harness import (
 from torch import Tensor, nn
 
 import tiered
-from tiered.device.buffer import Buffer
 from tiered.device.emulated import computing_on
-from tiered.device.ticket import Completion, Event
 from tiered.optim import kernels
 from tiered.zero.group import ParamGroup
 from tiered.zero.model import MODEL_ATTRIBUTE
@@ -59,25 +58,6 @@ def agree(scenario: Callable[[Session], Any], case: Case, swap: Path, place: Pla
         got = copied(scenario(session))
         assert any(group.resident for group in groups_of(session))
     same(got, want, exact=False, where="resident against plain torch")
-
-
-class Late:
-    """A compute stream that has not come to where it was told to until `reached` is finished."""
-
-    def __init__(self) -> None:
-        self.reached = Completion()
-
-    def run(self, work: Callable[[], None]) -> None:
-        work()
-
-    def record(self) -> Event:
-        return self.reached
-
-    def wait(self, event: Event) -> None:
-        event.wait()
-
-    def took(self, buffer: Buffer) -> None:
-        return None
 
 
 # --- parity ---
@@ -208,7 +188,7 @@ def test_mixed_parameter_dtypes_share_one_norm(swap: Path) -> None:
 
 
 def test_a_step_returns_before_the_device_has_come_to_it(swap: Path) -> None:
-    stream = Late()
+    stream = Unreached()
     release = threading.Timer(60, stream.reached.finish)  # a step that waits must not hang the test
     with tiered_session(SHORT_GPT, RESIDENT, swap, max_grad_norm=0.5) as session:
         session.train(0)

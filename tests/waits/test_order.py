@@ -6,6 +6,7 @@ it is closed, and a timer opens it: code that waits sees the copy done, code tha
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tiered.device.ticket import Completion, Ticket, settled
 from tiered.io.swapfile import SwapSpace
 from tiered.optim import kernels, pipeline
 from tiered.store.store import TieredStore
+from tiered.zero import residence
 from tiered.zero.group import ParamGroup
 from tiered.zero.model import MODEL_ATTRIBUTE, ShardedModel
 
@@ -423,6 +425,44 @@ def test_pages_do_not_go_while_a_copy_uses_them() -> None:
 
 def on_a_drive(swap: Path) -> dict[str, Any]:
     return {"device": "cpu", "nvme": swap, "param_tier": "nvme", "optimizer_tier": "nvme", "host_budget": "1MiB"}
+
+
+def test_filling_a_drive_waits_before_it_uses_its_buffer_again(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write = SwapSpace.write
+
+    def late(space: SwapSpace, *where: Any) -> Ticket:
+        whole = Completion()
+
+        def later() -> None:
+            time.sleep(HELD_S / 10)
+            settled(write(space, *where))
+            whole.finish()
+
+        threading.Thread(target=later).start()
+        return whole
+
+    monkeypatch.setattr(SwapSpace, "write", late)
+    torch.manual_seed(0)
+    model = nn.Linear(2048, 1536, bias=False)  # three windows
+    want = model.weight.detach().clone()
+    settings: dict[str, Any] = {"nvme": tmp_path, "param_tier": "nvme", "optimizer_tier": "nvme"}
+    with tiered.shard(model, tiered.Config(device="cpu", host_budget="64MiB", device_budget="16MiB", **settings)):
+        assert torch.equal(model.weight.detach(), want)
+
+
+def test_a_group_that_is_promoted_has_arrived(gate: Gate) -> None:
+    with sharded() as (model, _, inside):
+        group = inside.groups[1]
+        want = model[1].weight.detach().clone()
+        if group.present:
+            group.drop()
+        gate.close("tiered-h2d")
+        with gate.opening_soon():
+            assert residence.promote(group)
+            got = group.on_device("param", group.dtype)[: want.numel()].clone()
+        assert torch.equal(got.view_as(want), want)
 
 
 def test_a_step_waits_for_the_states_it_updates(slow_drive: Gate, tmp_path: Path) -> None:

@@ -10,39 +10,8 @@ from tiered.device.memory import Memory
 from tiered.device.ticket import Event, Finished
 
 
-class CpuDevice:
-    """See `device.base.Device`."""
-
-    name = "cpu"
-    torch_device = torch.device("cpu")
-    in_place = True
-
-    def allocate(self, nbytes: int) -> Memory:
-        return Memory(nbytes)
-
-    def commit(self, buffer: Buffer) -> None:
-        if isinstance(buffer, Memory):
-            buffer.commit()
-
-    def release(self, buffer: Buffer) -> None:
-        buffer.decommit()
-
-    def fence(self) -> Event:
-        return Finished()
-
-    def order(self, event: Event) -> None:
-        event.wait()
-
-    def copy_in(self, destination: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
-        destination.copy_(source)
-        return Finished()
-
-    def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Event:
-        destination.copy_(source)
-        return Finished()
-
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
+class InHostMemory:
+    """What devices have in common whose memory is the host's: nothing to lock, nothing measured, nothing captured."""
 
     def pin(self, memory: Memory) -> None:
         return None
@@ -64,6 +33,41 @@ class CpuDevice:
 
     def check_usable(self) -> None:
         return None
+
+
+class CpuDevice(InHostMemory):
+    """See `device.base.Device`."""
+
+    name = "cpu"
+    torch_device = torch.device("cpu")
+    in_place = True
+
+    def allocate(self, nbytes: int) -> Memory:
+        return Memory(nbytes)
+
+    def commit(self, buffer: Buffer) -> None:
+        if isinstance(buffer, Memory):
+            buffer.commit()
+
+    def release(self, buffer: Buffer) -> None:
+        buffer.decommit()
+
+    def fence(self) -> Event:
+        return Finished()
+
+    def order(self, event: Event) -> None:
+        return None  # a copy is over when it has been given
+
+    def copy_in(self, destination: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
+        destination.copy_(source)
+        return Finished()
+
+    def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Event:
+        destination.copy_(source)
+        return Finished()
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
 
     def close(self) -> None:
         return None

@@ -4,7 +4,8 @@ Memory comes from torch's caching allocator by resizing a buffer's storage, so t
 compute stream; host memory is page-locked by registering it with the driver. The waits are `device.streams`'.
 
 Invariants:
-1. Nothing here waits for the whole device, and nothing but `Event.wait`, `CudaBuffer.read` and `write` waits at all.
+1. Nothing here waits for the whole device, and nothing but `Event.wait`, what brings values to the host
+   (`to_host`, `CudaBuffer.read`) or from it (`write`), and `close` waits at all.
 2. torch's settings, its current device and its current stream are as the caller left them.
 """
 
@@ -54,6 +55,13 @@ class CudaEvent:
             time.sleep(_POLL_S)
 
 
+def _raw(event: Event) -> Any:
+    """The driver's event. Raises RuntimeError for a point of something else: no CUDA stream can wait for that."""
+    if not isinstance(event, CudaEvent):
+        raise RuntimeError(f"a CUDA stream cannot wait for a {type(event).__name__}")
+    return event.raw
+
+
 class CudaStream:
     """One CUDA stream; see `device.streams.Stream`."""
 
@@ -65,10 +73,7 @@ class CudaStream:
         return CudaEvent(self._stream)
 
     def wait(self, event: Event) -> None:
-        if isinstance(event, CudaEvent):
-            self._stream.wait_event(event.raw)
-        else:
-            event.wait()
+        self._stream.wait_event(_raw(event))
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         host = source if destination.is_cuda else destination
@@ -151,16 +156,7 @@ class CudaDevice(Streams):
         return CudaEvent(self._compute())
 
     def order(self, event: Event) -> None:
-        if isinstance(event, CudaEvent):
-            self._compute().wait_event(event.raw)
-        else:
-            event.wait()
-
-    def copy_in(self, destination: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
-        return super().copy_in(destination, source, self.fence() if after is None else after)
-
-    def copy_out(self, destination: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
-        return super().copy_out(destination, source, self.fence() if after is None else after)
+        self._compute().wait_event(_raw(event))
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cpu()

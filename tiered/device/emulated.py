@@ -26,7 +26,7 @@ import torch
 
 from tiered.config import Emulation
 from tiered.device.buffer import Buffer
-from tiered.device.host import available_bytes
+from tiered.device.cpu import InHostMemory
 from tiered.device.memory import Memory
 from tiered.device.streams import Streams
 from tiered.device.ticket import Completion, Event, Finished
@@ -112,7 +112,7 @@ class EmulatedBuffer(Memory):
         super().write(data, offset)
 
 
-class EmulatedDevice(Streams):
+class EmulatedDevice(Streams, InHostMemory):
     """See `device.base.Device`."""
 
     name = "emulated"
@@ -150,38 +150,11 @@ class EmulatedDevice(Streams):
     def order(self, event: Event) -> None:
         _compute.wait(event)
 
-    def copy_in(self, destination: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
-        return super().copy_in(destination, source, self.fence() if after is None else after)
-
-    def copy_out(self, destination: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
-        return super().copy_out(destination, source, self.fence() if after is None else after)
-
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         self.fence().wait()
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")  # other memory, as the host's is
         with torch.no_grad():
             return host.copy_(tensor)
-
-    def pin(self, memory: Memory) -> None:
-        return None
-
-    def unpin(self, memory: Memory) -> None:
-        return None
-
-    def pinned_bytes(self) -> int:
-        return 0
-
-    def allocated(self) -> tuple[int, int] | None:
-        return None
-
-    def fragmentation_bytes(self) -> int:
-        return 0
-
-    def free_bytes(self) -> int:
-        return available_bytes()
-
-    def check_usable(self) -> None:
-        return None
 
     def close(self) -> None:
         for link in self._links:

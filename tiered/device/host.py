@@ -25,6 +25,18 @@ def available_bytes() -> int:
     return max(available, 0)
 
 
+def cgroup_limit() -> int | None:
+    """The memory limit of this process's control group in bytes, None where there is none."""
+    for path, _ in _LIMITS:
+        try:
+            limit = int(path.read_text())
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+        if limit < psutil.virtual_memory().total:  # cgroup v1 writes a number near 2^63 for none
+            return limit
+    return None
+
+
 def _reclaimable(stat: Path) -> int:
     """Page cache that a cgroup counts as used and gives up on demand."""
     fields = dict(line.split() for line in stat.read_text().splitlines())

@@ -27,11 +27,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import psutil
 import torch
 
 from tiered.config import format_size
-from tiered.device.host import _LIMITS, available_bytes
+from tiered.device.host import available_bytes, cgroup_limit
 from tiered.device.memory import Memory, page_ceil
 
 _LEAST_PIECE = 64 << 20  # bytes: below this, the copies a piece is cut into cost more than locking it gains
@@ -183,7 +182,7 @@ def _warn_once(asked: int, pinned: int, total: int) -> None:
     _warned = True
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limits = f"RLIMIT_MEMLOCK is {'unlimited' if soft == resource.RLIM_INFINITY else format_size(soft)}"
-    group = _cgroup_limit()
+    group = cgroup_limit()
     if group is not None:
         limits += f", the control group's memory limit {format_size(group)}"
     _LOGGER.warning(
@@ -196,15 +195,3 @@ def _warn_once(asked: int, pinned: int, total: int) -> None:
         limits,
         format_size(available_bytes()),
     )
-
-
-def _cgroup_limit() -> int | None:
-    """The memory limit of this process's control group in bytes, None where there is none."""
-    for path, _ in _LIMITS:
-        try:
-            limit = int(path.read_text())
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-        if limit < psutil.virtual_memory().total:  # cgroup v1 writes a number near 2^63 for none
-            return limit
-    return None

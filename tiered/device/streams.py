@@ -11,6 +11,7 @@ though several threads give copies.
 
 from __future__ import annotations
 
+import abc
 import threading
 from typing import Protocol
 
@@ -32,22 +33,28 @@ class Stream(Protocol):
         """Copy `source` to `destination`, same shape and dtype; one of them on the host."""
 
 
-class Streams:
+class Streams(abc.ABC):
     """The three streams of a device and the waits between them."""
 
     def __init__(self, inward: Stream, outward: Stream) -> None:
         self._inward, self._outward = inward, outward
         self._giving_in, self._giving_out = threading.Lock(), threading.Lock()
 
-    def copy_in(self, destination: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
+    @abc.abstractmethod
+    def fence(self) -> Event:
         """See `device.base.Device`."""
+
+    def copy_in(self, destination: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
+        """See `device.base.Device`."""
+        after = self.fence() if after is None else after
         with self._giving_in:
             self._inward.wait(after)
             self._inward.copy(destination, source)
             return self._inward.record()
 
-    def copy_out(self, destination: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
-        """Copy once `after`, a point of the compute stream, is reached; see `device.base.Device`."""
+    def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Event:
+        """See `device.base.Device`."""
+        after = self.fence()
         with self._giving_out:
             self._outward.wait(after)
             self._outward.copy(destination, source)

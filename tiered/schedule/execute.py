@@ -95,7 +95,8 @@ class Executor:
             try:
                 page.begin_fetch()
             except MemoryError:  # the device has less than its budget says, or staging is scarce: what only hints goes
-                self.settle()
+                if not self._ahead:  # nothing does
+                    raise
                 self.clear()
                 page.begin_fetch()
         self._recent.pop(page.index, None)

@@ -138,7 +138,7 @@ def build(
         for group in groups:
             if group.index in placement.sticky and group.nbytes:
                 group.begin_fetch()
-                group.wait()
+                model.executor.expect(group)
     except BaseException:
         with contextlib.suppress(Exception):  # what went wrong first is what the user must see
             model.close(keep_weights=True)

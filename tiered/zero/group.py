@@ -279,7 +279,8 @@ class ParamGroup:
         viewed = self.runtime.ranks.size == 1 and self.buffer.exported()
         self._away()
         if viewed or self._pins or self.runtime.ranks.size == 1:
-            with contextlib.suppress(MemoryError):  # of a budget or of the device: then it comes when it is used
+            # no memory, of a budget or of the device: it comes when it is used; but a view must not show old values
+            with contextlib.suppress(*(() if viewed else (MemoryError,))):
                 self.begin_fetch()
                 if self.executor is not None:
                     self.executor.expect(self)

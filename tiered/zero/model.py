@@ -291,7 +291,7 @@ class ShardedModel:
 
 
 def _replace_with_meta(root: nn.Module, param: nn.Parameter, home: ParamHome) -> None:
-    """A parameter's data cannot change device in place, so every module that holds it gets one new meta Parameter."""
+    """A parameter's data cannot become a meta tensor in place, so every module that holds it gets one new Parameter."""
     value = torch.empty(home.slot.shape, dtype=home.dtype, device="meta")
     new = nn.Parameter(value, requires_grad=param.requires_grad)
     for module in root.modules():
