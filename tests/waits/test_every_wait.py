@@ -84,9 +84,8 @@ FAILS: dict[tuple[str, str, int], str] = {
     ("store/store.py", "patch", 1): f"{STORE}::test_a_clean_block_is_evicted_without_a_write_and_a_dirty_one_with_one",
     ("store/store.py", "_settle", 0): f"{ORDER}::test_a_wait_for_a_block_is_counted_as_stalled",
     ("store/store.py", "_settle", 1): f"{STORE}::test_after_a_failed_fetch_every_call_raises_the_first_cause",
-    ("store/store.py", "note", 0): (
-        "tests/faults/test_drive.py::test_a_flipped_byte_of_an_evicted_gradient_stops_the_step_and_stays_an_error"
-    ),
+    ("store/store.py", "note", 0): f"{ORDER}::test_a_read_that_fails_and_that_nobody_waits_for_fails_its_block",
+    ("store/watched.py", "wait", 0): "tests/store/test_watched.py::test_who_sees_a_failure_finds_that_the_owner_knows",
     ("zero/departures.py", "depart", 0): f"{ORDER}::test_a_view_of_a_gradient_kept_over_a_backward_shows_the_sum",
     ("zero/departures.py", "_land", 0): f"{ORDER}::test_a_step_takes_every_gradient_on_its_way",
     ("zero/departures.py", "_land", 1): f"{ORDER}::test_a_gradient_that_cannot_be_added_is_an_error_of_the_step",

@@ -558,6 +558,23 @@ def test_a_wait_for_a_block_is_counted_as_stalled(slow_drive: Gate, tmp_path: Pa
             assert inside.runtime.meter.stalls["fetch"] > before + HELD_S / 2
 
 
+def test_a_read_that_fails_and_that_nobody_waits_for_fails_its_block(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with sharded(**on_a_drive(tmp_path)) as (_, _, inside):
+        store, block = inside.runtime.store, inside.groups[1].blocks["param"]
+        ticket = Completion()
+        monkeypatch.setattr(SwapSpace, "read", lambda *_: ticket)
+        staging = store.staging(block.nbytes, "a test")
+        store.read(block, staging)
+        ticket.finish(OSError("the drive is gone"))
+        with pytest.raises(tiered.StorageError, match="param of group 1 was lost"):
+            block.check()
+        monkeypatch.undo()
+        store.unstage(staging)
+        tiered.close(inside.module, keep_weights=False)
+
+
 def test_closing_waits_for_what_still_computes() -> None:
     with deferred.compute(max_delay_s=2e-3):
         model = network()

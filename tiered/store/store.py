@@ -40,6 +40,7 @@ from tiered.store.arena import Arena
 from tiered.store.block import Block, BlockKey, BlockState
 from tiered.store.policy import Candidate, victims
 from tiered.store.tier import Budget, Tier
+from tiered.store.watched import Watched
 
 WINDOW_BYTES = 4 << 20  # of `load` and `patch`: a multiple of every drive's piece
 
@@ -301,11 +302,7 @@ class TieredStore:
             with self._meter.stalled("write-back" if flushing else "fetch"):
                 settled(block.ticket)
             ticket, block.ticket = block.ticket, None
-            try:
-                ticket.wait()
-            except BaseException as error:
-                self._fail(block, error)  # the ticket's own note may come a moment later
-                raise
+            ticket.wait()
             block.dirty = block.dirty and not flushing
             block.move(BlockState.HOST)
 
@@ -385,18 +382,21 @@ class TieredStore:
         owner: Memory | None = memory
         store = weakref.ref(self)  # the thread that completes transfers may hold the last `note` for long
 
+        def fail(error: BaseException) -> None:
+            if (alive := store()) is not None:
+                alive._fail(block, error)
+
+        watched = Watched(ticket, fail)
+
         def note() -> None:
             nonlocal owner
             owner = None
-            try:
-                ticket.wait(0)
-            except BaseException as error:
-                if (alive := store()) is not None:
-                    alive._fail(block, error)
+            with contextlib.suppress(Exception):
+                watched.wait(0)
 
         ticket.add_done_callback(note)
         memory.busy(ticket)
-        return ticket
+        return watched
 
     def _fail(self, block: Block, error: BaseException) -> None:
         with self._failing:  # the thread that waits and the one that completes may both come
