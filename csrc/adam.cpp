@@ -25,6 +25,9 @@ namespace {
 // Elements a thread takes at once in AdamW: 448 KiB of traffic, long against a wake-up, short against a large tensor.
 constexpr int64_t kAdamBlock = 16384;
 
+// Blocks of a sum that its caller runs alone: it is done with two, some 20 us, before a worker it woke has begun.
+constexpr int64_t kAloneBlocks = 2;
+
 // Runs its scope in the default floating-point environment: round to nearest, denormals kept, no traps. The calling
 // thread may have been told otherwise (torch.set_flush_denormal), a worker not: results would depend on who ran what.
 class DefaultFloatEnvironment {
@@ -84,7 +87,7 @@ double sum_blocks(int64_t n, int threads, const BlockSum& block_sum) {
     const int64_t first = block * kSumBlock;
     partial[static_cast<size_t>(block)] = block_sum(first, std::min(kSumBlock, n - first));
   };
-  ThreadPool::shared().run(blocks, threads, body);
+  ThreadPool::shared().run(blocks, blocks <= kAloneBlocks ? 1 : threads, body);
   const DefaultFloatEnvironment environment;
   double total = 0.0;
   for (double sum : partial) total += sum;
@@ -152,6 +155,17 @@ double accumulate(ArrayRef dst, ArrayRef src, int64_t n, bool add, Isa isa, int 
   const KernelTable::Accumulate kernel = by_type[add ? 1 : 0];
   return sum_blocks(n, threads, [&](int64_t first, int64_t block_n) {
     return kernel(at(dst.data, dst.type, first), at(src.data, src.type, first), block_n);
+  });
+}
+
+double average(ArrayRef dst, const MeanSources& sources, int64_t n, bool add, Isa isa, int threads) {
+  const bool power_of_two = (sources.divisor & (sources.divisor - 1)) == 0;
+  const float divisor = static_cast<float>(sources.divisor);
+  const Mean mean{sources.arrays, sources.count, power_of_two ? 1.0f / divisor : divisor, power_of_two};
+  const auto& by_type = kernels_of(isa).average[static_cast<size_t>(dst.type)][static_cast<size_t>(sources.type)];
+  const KernelTable::Average kernel = by_type[add ? 1 : 0];
+  return sum_blocks(n, threads, [&](int64_t first, int64_t block_n) {
+    return kernel(at(dst.data, dst.type, first), mean, first, block_n);
   });
 }
 

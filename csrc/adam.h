@@ -1,4 +1,5 @@
-// AdamW, gradient accumulation and sums of squares on flat arrays in memory: the arithmetic of tiered/optim/kernels.py.
+// AdamW, gradient accumulation, means and sums of squares on flat arrays in memory: the arithmetic of
+// tiered/optim/kernels.py.
 //
 // Owns the choice of instruction set, the split into blocks over ThreadPool, and the loops (adam_loops.h).
 //
@@ -73,6 +74,18 @@ struct ArrayRef {
 // dst[i] = src[i], or dst[i] + src[i] in fp32, rounded to nearest even; returns the sum of squares of the new dst.
 // dst and src may be the same array. Throws std::bad_alloc (for one double per block) before anything is written.
 double accumulate(ArrayRef dst, ArrayRef src, int64_t n, bool add, Isa isa, int threads);
+
+// Arrays of one type whose mean is wanted: added up in the order given, the sum divided once, all in fp32.
+struct MeanSources {
+  const void* const* arrays;
+  int count;  // at least 1
+  DType type;
+  int divisor;  // 1 .. 2^24, which fp32 holds exactly
+};
+
+// dst[i] = mean, or dst[i] + mean in fp32, rounded to nearest even; returns the sum of squares of the new dst.
+// dst may be the same array as any of the sources. Throws std::bad_alloc as accumulate does.
+double average(ArrayRef dst, const MeanSources& sources, int64_t n, bool add, Isa isa, int threads);
 
 // Throws std::bad_alloc as accumulate does.
 double sum_of_squares(ArrayRef array, int64_t n, Isa isa, int threads);

@@ -24,8 +24,9 @@ namespace nb = nanobind;
 namespace {
 
 using Address = uintptr_t;
-using Array = std::pair<Address, int>;                // address, DType
-using State = std::tuple<Address, Address, Address>;  // master, exp_avg, exp_avg_sq
+using Array = std::pair<Address, int>;                 // address, DType
+using Sources = std::pair<std::vector<Address>, int>;  // addresses, their DType
+using State = std::tuple<Address, Address, Address>;   // master, exp_avg, exp_avg_sq
 // The fields of AdamUpdate, in its order.
 using Update = std::tuple<int64_t, int64_t, double, double, double, bool, double, double, double, double, double>;
 
@@ -108,6 +109,18 @@ double accumulate(const Array& dst, const Array& src, int64_t n, bool add, int t
   return without_gil([&] { return tiered::accumulate(array_ref(dst), array_ref(src), n, add, isa, threads); });
 }
 
+double average(const Array& dst, const Sources& sources, int64_t n, int divisor, bool add, int threads) {
+  const tiered::Isa isa = chosen_isa();
+  return without_gil([&] {
+    std::vector<const void*> arrays;
+    arrays.reserve(sources.first.size());
+    for (Address address : sources.first) arrays.push_back(reinterpret_cast<const void*>(address));
+    const tiered::MeanSources mean{arrays.data(), static_cast<int>(arrays.size()),
+                                   static_cast<tiered::DType>(sources.second), divisor};
+    return tiered::average(array_ref(dst), mean, n, add, isa, threads);
+  });
+}
+
 double sum_of_squares(const Array& array, int64_t n, int threads) {
   const tiered::Isa isa = chosen_isa();
   return without_gil([&] { return tiered::sum_of_squares(array_ref(array), n, isa, threads); });
@@ -119,6 +132,8 @@ void bind_adam(nb::module_& m) {
   m.def("adamw", &adamw, nb::arg("updates"), nb::arg("state"), nb::arg("grad"), nb::arg("param_out").none(),
         nb::arg("threads"));
   m.def("accumulate", &accumulate, nb::arg("dst"), nb::arg("src"), nb::arg("n"), nb::arg("add"), nb::arg("threads"));
+  m.def("average", &average, nb::arg("dst"), nb::arg("sources"), nb::arg("n"), nb::arg("divisor"), nb::arg("add"),
+        nb::arg("threads"));
   m.def("sum_of_squares", &sum_of_squares, nb::arg("array"), nb::arg("n"), nb::arg("threads"));
   m.def(
       "isa", [] { return std::string(tiered::isa_name(chosen_isa())); },

@@ -17,6 +17,14 @@ struct AdamBlock {
   void* param_out;
 };
 
+// MeanSources with the division prepared: x / 2^k and x * 2^-k are the same float, and the product is cheaper.
+struct Mean {
+  const void* const* arrays;
+  int count;
+  float divisor;  // or its reciprocal
+  bool reciprocal;
+};
+
 struct KernelTable {
   // [grad type][out type, kDTypes for no output]; n elements of one update
   using Adamw = void (*)(const AdamUpdate&, const AdamBlock&, int64_t n);
@@ -25,6 +33,10 @@ struct KernelTable {
   // [dst type][src type][add]; n <= kSumBlock; returns the block's folded sum of squares
   using Accumulate = double (*)(void* dst, const void* src, int64_t n);
   Accumulate accumulate[kDTypes][kDTypes][2];
+
+  // [dst type][source type][add]; elements [first, first + n) of the sources, as above otherwise
+  using Average = double (*)(void* dst, const Mean& mean, int64_t first, int64_t n);
+  Average average[kDTypes][kDTypes][2];
 
   using SumOfSquares = double (*)(const void* array, int64_t n);
   SumOfSquares sum_of_squares[kDTypes];

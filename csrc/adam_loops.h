@@ -179,48 +179,69 @@ TIERED_TARGET void adamw_block(const AdamUpdate& u, const AdamBlock& block, int6
   adamw_vectors<Scalar, Grad, Out>(u, block, tail, n);
 }
 
-// --- sums of squares, alone and with an accumulation ---
+// --- sums of squares, alone, with an accumulation and with a mean ---
 
-// What becomes of one vector before it is squared: stored into dst (Add: plus dst), or nothing.
-template <class V, class Dst, class Src, bool Add>
-TIERED_INLINE typename V::F accumulate_vector(typename Dst::Stored* dst, const typename Src::Stored* src) {
-  const typename V::F x = V::load(Src{}, src);
+// Where a block's elements come from: one array, or the mean of several.
+template <class Src>
+struct OneSource {
+  const typename Src::Stored* src;
+
+  TIERED_INLINE void prefetch(int64_t i) const { prefetch_ahead(src + i); }
+  template <class V>
+  TIERED_INLINE typename V::F load(int64_t i) const {
+    return V::load(Src{}, src + i);
+  }
+};
+
+template <class Src>
+struct MeanSource {
+  Mean mean;
+  int64_t first;
+
+  TIERED_INLINE const typename Src::Stored* array(int index) const {
+    return static_cast<const typename Src::Stored*>(mean.arrays[index]) + first;
+  }
+  TIERED_INLINE void prefetch(int64_t i) const {
+    for (int index = 0; index < mean.count; ++index) prefetch_ahead(array(index) + i);
+  }
+  template <class V>
+  TIERED_INLINE typename V::F load(int64_t i) const {
+    typename V::F sum = V::load(Src{}, array(0) + i);
+    for (int index = 1; index < mean.count; ++index) sum = V::add(sum, V::load(Src{}, array(index) + i));
+    const typename V::F divisor = V::set1(mean.divisor);
+    return mean.reciprocal ? V::mul(sum, divisor) : V::div(sum, divisor);
+  }
+};
+
+// What becomes of one vector before it is squared: stored into dst (Add: plus dst), or nothing. Every source is read
+// before dst is written, as dst may be one of them.
+template <class V, class Dst, bool Add, class Source>
+TIERED_INLINE typename V::F take_vector(typename Dst::Stored* dst, const Source& source, int64_t i) {
+  const typename V::F x = source.template load<V>(i);
   if constexpr (std::is_same_v<Dst, NoOutput>) {
     return x;
   } else if constexpr (Add) {
-    return V::store(Dst{}, dst, V::add(V::load(Dst{}, dst), x));
+    return V::store(Dst{}, dst + i, V::add(V::load(Dst{}, dst + i), x));
   } else {
-    return V::store(Dst{}, dst, x);
+    return V::store(Dst{}, dst + i, x);
   }
 }
 
-template <class V, class Dst, class Src, bool Add>
-TIERED_TARGET double accumulate_block(void* dst_array, const void* src_array, int64_t n) {
-  auto* dst = static_cast<typename Dst::Stored*>(dst_array);
-  const auto* src = static_cast<const typename Src::Stored*>(src_array);
-  constexpr bool writes = !std::is_same_v<Dst, NoOutput>;
+template <class V, class Dst, bool Add, class Source>
+TIERED_INLINE double take_block(typename Dst::Stored* dst, const Source& source, int64_t n) {
   typename V::Lanes lanes;
   int64_t i = 0;
   for (; i + kSumLanes <= n; i += kSumLanes) {
-    prefetch_ahead(src + i);
-    if constexpr (writes) prefetch_ahead(dst + i);
+    source.prefetch(i);
+    if constexpr (!std::is_same_v<Dst, NoOutput>) prefetch_ahead(dst + i);
     for (int lane = 0; lane < kSumLanes; lane += V::width) {
-      if constexpr (writes) {
-        V::add_squares(lanes, accumulate_vector<V, Dst, Src, Add>(dst + i + lane, src + i + lane), lane);
-      } else {
-        V::add_squares(lanes, accumulate_vector<V, Dst, Src, Add>(nullptr, src + i + lane), lane);
-      }
+      V::add_squares(lanes, take_vector<V, Dst, Add>(dst, source, i + lane), lane);
     }
   }
   double sums[kSumLanes];
   V::spill(lanes, sums);
   for (int lane = 0; i < n; ++i, ++lane) {
-    double x;
-    if constexpr (writes) {
-      x = accumulate_vector<Scalar, Dst, Src, Add>(dst + i, src + i);
-    } else {
-      x = accumulate_vector<Scalar, Dst, Src, Add>(nullptr, src + i);
-    }
+    const double x = take_vector<Scalar, Dst, Add>(dst, source, i);
     sums[lane] += x * x;  // x*x is exact: 24 + 24 bits fit in 53
   }
   for (int half = kSumLanes / 2; half > 0; half /= 2) {
@@ -229,24 +250,40 @@ TIERED_TARGET double accumulate_block(void* dst_array, const void* src_array, in
   return sums[0];
 }
 
+template <class V, class Dst, class Src, bool Add>
+TIERED_TARGET double accumulate_block(void* dst, const void* src, int64_t n) {
+  const OneSource<Src> source{static_cast<const typename Src::Stored*>(src)};
+  return take_block<V, Dst, Add>(static_cast<typename Dst::Stored*>(dst), source, n);
+}
+
+template <class V, class Dst, class Src, bool Add>
+TIERED_TARGET double average_block(void* dst, const Mean& mean, int64_t first, int64_t n) {
+  const MeanSource<Src> source{mean, first};
+  return take_block<V, Dst, Add>(static_cast<typename Dst::Stored*>(dst), source, n);
+}
+
 template <class V, class Src>
 TIERED_TARGET double sum_block(const void* array, int64_t n) {
-  return accumulate_block<V, NoOutput, Src, false>(nullptr, array, n);
+  const OneSource<Src> source{static_cast<const typename Src::Stored*>(array)};
+  return take_block<V, NoOutput, false>(nullptr, source, n);
 }
 
 // --- tables ---
 
 #define TIERED_ADAMW_ROW(V, Grad) \
   {adamw_block<V, Grad, Fp32>, adamw_block<V, Grad, Bf16>, adamw_block<V, Grad, Fp16>, adamw_block<V, Grad, NoOutput>}
-#define TIERED_ACCUMULATE_PAIR(V, Dst, Src) {accumulate_block<V, Dst, Src, false>, accumulate_block<V, Dst, Src, true>}
-#define TIERED_ACCUMULATE_ROW(V, Dst) \
-  {TIERED_ACCUMULATE_PAIR(V, Dst, Fp32), TIERED_ACCUMULATE_PAIR(V, Dst, Bf16), TIERED_ACCUMULATE_PAIR(V, Dst, Fp16)}
-#define TIERED_KERNEL_TABLE(V)                                                                              \
-  {                                                                                                         \
-    {TIERED_ADAMW_ROW(V, Fp32), TIERED_ADAMW_ROW(V, Bf16), TIERED_ADAMW_ROW(V, Fp16)},                      \
-        {TIERED_ACCUMULATE_ROW(V, Fp32), TIERED_ACCUMULATE_ROW(V, Bf16), TIERED_ACCUMULATE_ROW(V, Fp16)}, { \
-      sum_block<V, Fp32>, sum_block<V, Bf16>, sum_block<V, Fp16>                                            \
-    }                                                                                                       \
+#define TIERED_PAIR(block, V, Dst, Src) {block<V, Dst, Src, false>, block<V, Dst, Src, true>}
+#define TIERED_ROW(block, V, Dst) \
+  {TIERED_PAIR(block, V, Dst, Fp32), TIERED_PAIR(block, V, Dst, Bf16), TIERED_PAIR(block, V, Dst, Fp16)}
+#define TIERED_KERNEL_TABLE(V)                                                                                        \
+  {                                                                                                                   \
+    {TIERED_ADAMW_ROW(V, Fp32), TIERED_ADAMW_ROW(V, Bf16), TIERED_ADAMW_ROW(V, Fp16)},                                \
+        {TIERED_ROW(accumulate_block, V, Fp32), TIERED_ROW(accumulate_block, V, Bf16),                                \
+         TIERED_ROW(accumulate_block, V, Fp16)},                                                                      \
+        {TIERED_ROW(average_block, V, Fp32), TIERED_ROW(average_block, V, Bf16), TIERED_ROW(average_block, V, Fp16)}, \
+    {                                                                                                                 \
+      sum_block<V, Fp32>, sum_block<V, Bf16>, sum_block<V, Fp16>                                                      \
+    }                                                                                                                 \
   }
 
 }  // namespace

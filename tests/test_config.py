@@ -72,7 +72,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"nvme": ["/a", "/b/../a"]}, "the same directory is named twice"),
     ({"nvme": ""}, "nvme=''"),
     ({"nvme": ["/a", 3]}, r"nvme=\['/a', 3\]"),
-    ({"stage": 2}, "stage=2.*stage=3"),
+    ({"stage": 0}, "stage=0.*use 1 .*2 .*3"),
+    ({"stage": True}, "stage=True.*use 1"),
+    ({"budgets": "machine"}, "budgets='machine'.*'rank' or 'node'"),
+    ({"rank_timeout_s": 0}, "rank_timeout_s=0.*above 0"),
+    ({"rank_timeout_s": float("inf")}, "rank_timeout_s=inf.*above 0"),
+    ({"rank_timeout_s": "30s"}, "rank_timeout_s='30s'.*seconds"),
+    ({"initial_values": "mine"}, "initial_values='mine'.*'rank0' or 'equal'"),
     ({"io_threads": 0}, "io_threads=0.*1 to 256"),
     ({"io_threads": 2.0}, r"io_threads=2\.0"),
     ({"io_threads": 1000}, "io_threads=1000"),
@@ -91,7 +97,7 @@ def test_an_impossible_setting_names_field_value_and_what_works(settings: dict[s
 
 def test_a_refusal_is_a_value_error_too() -> None:
     with pytest.raises(ValueError, match="stage"):
-        Config(stage=1)
+        Config(stage=4)
 
 
 def test_settings_cannot_be_changed_or_given_by_place() -> None:

@@ -1,11 +1,12 @@
-"""Train models larger than memory: ZeRO Stage 3 on a tiered store of device memory, RAM and NVMe, in a plain loop."""
+"""Train models larger than memory: ZeRO on a tiered store of device memory, RAM and NVMe, in a plain loop."""
 
-from tiered.api import close, deferred_init, gather, shard, stats
+from tiered.api import average, close, deferred_init, gather, no_sync, shard, stats
 from tiered.config import Config, Emulation, MixedPrecision
 from tiered.errors import (
     BudgetError,
     ConfigError,
     CorruptDataError,
+    RankError,
     StorageError,
     SwapDirectoryError,
     SwapFullError,
@@ -25,16 +26,19 @@ __all__ = [
     "Emulation",
     "Estimate",
     "MixedPrecision",
+    "RankError",
     "Stats",
     "StorageError",
     "SwapDirectoryError",
     "SwapFullError",
     "TieredError",
     "UsageError",
+    "average",
     "close",
     "deferred_init",
     "estimate",
     "gather",
+    "no_sync",
     "shard",
     "stats",
 ]

@@ -1,4 +1,4 @@
-"""The public verbs: deferred_init, shard, gather, stats, close.
+"""The public verbs: deferred_init, shard, gather, no_sync, average, stats, close.
 
 Each assembles or asks a `ShardedModel`; the work is done in the layers below. Invariant: resources (threads, files,
 memory) are acquired last, after everything that can be checked has been, and released if anything fails after that.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -26,18 +26,23 @@ from tiered.optim import kernels
 from tiered.stats import Meter, Stats
 from tiered.store.store import WINDOW_BYTES, TieredStore
 from tiered.store.tier import Budget, Tier
-from tiered.zero.build import build, gather_paths, plan_groups
+from tiered.zero.agreement import Call
+from tiered.zero.build import GroupPlan, build, gather_paths, plan_groups
 from tiered.zero.collectives import Ranks
+from tiered.zero.exchange import Exchange
 from tiered.zero.grads import Kernels
 from tiered.zero.guard import home_of
 from tiered.zero.home import ParamHome
 from tiered.zero.init import Nursery
+from tiered.zero.joining import HOST_SHARE, Joining, joined
 from tiered.zero.model import MODEL_ATTRIBUTE, ShardedModel
-from tiered.zero.placing import place_groups
-from tiered.zero.runtime import Runtime
+from tiered.zero.partition import UnitPlan
+from tiered.zero.parts import InMemory, Keep, Muster, OnDrive
+from tiered.zero.placing import place_groups, serving_bytes
+from tiered.zero.runtime import Runtime, partitions
+from tiered.zero.traffic import Traffic
 
 M = TypeVar("M", bound=nn.Module)
-_HOST_SHARE = 0.8  # of what is available, where no host_budget is given
 _DEVICE_SHARE = 0.9  # of what a GPU has free, where no device_budget is given
 
 
@@ -45,17 +50,37 @@ _DEVICE_SHARE = 0.9  # of what a GPU has free, where no device_budget is given
 def deferred_init(config: Config) -> Iterator[None]:
     """Build a model inside, with only part of it in memory at a time; its values are those of plain construction.
 
-    Parameters that do not fit half the host budget are parked in the swap directory until `shard` takes them, or until
-    they are touched again. Without a swap directory nothing is parked. Raises what opening the directory raises.
+    Parameters beyond a quarter of the host budget are parked until `shard` takes them, or until they are touched again:
+    in the swap directory where there is one. With several ranks each keeps its part of a parked parameter, without a
+    swap directory in RAM, within the host budget; with one rank and no swap directory nothing is parked.
+
+    With several ranks all draw from rank 0's torch random stream inside, and must run the same program: a touch of a
+    parked parameter, inside or before `shard`, is a call that all make. A rank that came with another stream gets its
+    own back. Raises what opening the directory raises, BudgetError or SwapFullError where parked parameters do not
+    fit, RankError where ranks do not do the same, UsageError where they build different values.
     """
     _check_config(config)
-    if not config.directories:
+    ranks = _ranks(config)
+    if ranks.size == 1 and not config.directories:
         yield
         return
-    limit = _host_limit(config) // 2
-    store = TieredStore(Budget(Tier.HOST, max(limit, WINDOW_BYTES)), _open_space(config, 0), Meter())
-    nursery = Nursery(store, limit // 2)
-    with nursery.watching():
+    host = _host_limit(config)
+    limit = host // 4  # of whole parameters
+    with contextlib.ExitStack() as undo:
+        with joined(ranks, "deferred_init()"):
+            space = _open_space(config, ranks.rank) if config.directories else None
+        if space is not None:
+            undo.callback(space.close)
+        muster = Muster(ranks, config.rank_timeout_s) if ranks.size > 1 else None
+        if muster is not None:
+            undo.callback(muster.close)
+            limit = muster.begin(limit)
+        keep: Keep = InMemory(host, limit)
+        if space is not None:
+            keep = OnDrive(TieredStore(Budget(Tier.HOST, max(host // 2, WINDOW_BYTES)), space, Meter()))
+        undo.pop_all()
+    drawing = muster.drawing() if muster is not None else contextlib.nullcontext()
+    with drawing, Nursery(keep, limit, muster).watching():
         yield
 
 
@@ -70,38 +95,69 @@ def shard(model: M, config: Config) -> M:
     _check_config(config)
     if not isinstance(model, nn.Module):
         raise UsageError(f"shard() takes a torch.nn.Module, got {type(model).__name__}")
-    kind = _device_name(config)
-    ranks = Ranks("cuda" if kind == "cuda" else "cpu")
-    plans = plan_groups(model, config, ranks.size)
-    units, groups = plans
-    host_limit = _host_limit(config)
-    meter = Meter()
-    with contextlib.ExitStack() as undo:
-        device = _open_device(kind, config)
-        undo.callback(device.close)
-        if config.optimizer_tier == "device" and ranks.size > 1 and not device.in_place:
-            raise ConfigError(
-                f"optimizer_tier='device' with {ranks.size} ranks: this version keeps optimizer states on the device "
-                f"for one rank only: use optimizer_tier='auto', 'host' or 'nvme'"
-            )
-        placement = place_groups(
-            [g.sizes() for g in groups],
-            gather_paths(model, units, groups),
-            config,
-            host_limit,
-            in_place=device.in_place and ranks.size == 1,
-            lone=ranks.size == 1,
-            free=int(device.free_bytes() * _DEVICE_SHARE) if kind == "cuda" else None,
-        )
-        space = _open_space(config, ranks.rank) if config.directories else None
-        if space is not None:
-            undo.callback(space.close)
-        store = TieredStore(Budget(Tier.HOST, host_limit), space, meter, device=device)
-        budget = Budget(Tier.DEVICE, placement.device_limit)
-        runtime = Runtime(device=device, store=store, budget=budget, meter=meter, ranks=ranks)
-        build(model, config, runtime, plans, placement, Kernels(_accumulate, kernels.sum_of_squares))
-        undo.pop_all()
+    ranks = _ranks(config)
+    with joined(ranks, "shard()") as run:
+        plans = plan_groups(model, config, ranks.size)
+        limits = run.compare(model, config, plans[1], available_bytes())
+        host_limit = limits.host_bytes(config)
+        ranks.connect()
+        with contextlib.ExitStack() as undo:
+            undo.callback(ranks.close)
+            _build(model, config, run, plans, host_limit, undo)
+            undo.pop_all()
     return model
+
+
+def _build(
+    model: nn.Module,
+    config: Config,
+    run: Joining,
+    plans: tuple[list[UnitPlan], list[GroupPlan]],
+    host_limit: int,
+    undo: contextlib.ExitStack,
+) -> None:
+    """Open the resources of a sharded model, and build it on them; `undo` gives them back."""
+    units, groups = plans
+    ranks, kind = run.ranks, _device_name(config)
+    meter = Meter()
+    device = _open_device(kind, config)
+    undo.callback(device.close)
+    if config.optimizer_tier == "device" and ranks.size > 1 and not device.in_place:
+        raise ConfigError(
+            f"optimizer_tier='device' with {ranks.size} ranks: this version keeps optimizer states on the device "
+            f"for one rank only: use optimizer_tier='auto', 'host' or 'nvme'"
+        )
+    sizes = [g.sizes() for g in groups]
+    placement = place_groups(
+        sizes,
+        gather_paths(model, units, groups),
+        config,
+        host_limit,
+        in_place=device.in_place and not partitions("param", config.stage, ranks.size),
+        ranks=ranks.size,
+        free=int(device.free_bytes() * _DEVICE_SHARE) if kind == "cuda" else None,
+    )
+    space = _open_space(config, ranks.rank) if config.directories else None
+    if space is not None:
+        undo.callback(space.close)
+    store = TieredStore(Budget(Tier.HOST, host_limit), space, meter, device=device)
+    traffic = None
+    if ranks.size > 1:
+        exchange = Exchange(ranks, meter, len(groups), config.rank_timeout_s)
+        serving = serving_bytes([s for s in sizes if placement.homes[s.index, "param"] is Tier.NVME])
+        traffic = Traffic(exchange, device, store, meter, _average, serving)
+        undo.callback(traffic.close)
+    runtime = Runtime(
+        device=device,
+        store=store,
+        budget=Budget(Tier.DEVICE, placement.device_limit),
+        meter=meter,
+        ranks=ranks,
+        stage=config.stage,
+        traffic=traffic,
+    )
+    arithmetic = Kernels(_accumulate, kernels.sum_of_squares, _average)
+    build(model, config, runtime, plans, placement, arithmetic, run.agree)
 
 
 def close(model: nn.Module, *, keep_weights: bool = True) -> None:
@@ -138,6 +194,26 @@ def gather(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter], 
         yield
 
 
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backward inside keeps this rank's gradients to itself: they are added up, whole, on the host, and averaged over
+    ranks by the next backward outside, or by `step`. It costs the bytes of all gradients on every rank, and saves one
+    reduction of them for each backward. With one rank it changes nothing. Stage 1 does so by itself.
+    """
+    reducer = _sharded(model).reducer
+    with reducer.deferring() if reducer is not None else contextlib.nullcontext():
+        yield
+
+
+def average(model: nn.Module, value: float) -> float:
+    """The mean of `value` over ranks, as for a loss that is shown; every rank calls it. Raises RankError otherwise."""
+    runtime = _sharded(model).runtime
+    if not runtime.several:
+        return float(value)
+    ranks, number = runtime.ranks, float(value)
+    return runtime.together(Call.AVERAGE, "average()", lambda: ranks.sum([number])[0] / ranks.size)
+
+
 def stats(model: nn.Module) -> Stats:
     """A frozen snapshot of a sharded model's counters. Raises UsageError for a model that is not sharded."""
     sharded = _sharded(model)
@@ -166,6 +242,10 @@ def stats(model: nn.Module) -> Stats:
         device_allocated_bytes=allocated,
         device_peak_allocated_bytes=most,
         device_fragmentation_bytes=runtime.device.fragmentation_bytes(),
+        rank=runtime.ranks.rank,
+        ranks=runtime.ranks.size,
+        collective_elements=dict(meter.collective_elements),
+        collective_bytes=dict(meter.collective_bytes),
     )
 
 
@@ -185,9 +265,15 @@ def _check_config(config: Any) -> None:
 
 
 def _host_limit(config: Config) -> int:
-    if isinstance(config.host_budget, int):
+    """Of what is built before `shard`: as far as one rank can know by itself."""
+    if isinstance(config.host_budget, int) and config.budgets == "rank":
         return config.host_budget
-    return int(available_bytes() * _HOST_SHARE / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # torchrun's ranks here
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's ranks on this node
+    return (config.host_budget if isinstance(config.host_budget, int) else int(available_bytes() * HOST_SHARE)) // here
+
+
+def _ranks(config: Config) -> Ranks:
+    return Ranks("cuda" if _device_name(config) == "cuda" else "cpu", config.rank_timeout_s)
 
 
 def _open_space(config: Config, rank: int) -> SwapSpace:
@@ -202,6 +288,10 @@ def _open_device(kind: str, config: Config) -> Device:
     if kind == "cpu":
         return CpuDevice()
     return EmulatedDevice(config.emulation) if kind == "emulated" else cuda.CudaDevice()
+
+
+def _average(dst: torch.Tensor, sources: Sequence[torch.Tensor], divisor: int, add: bool) -> float:
+    return float(kernels.average(dst, sources, divisor, add=add, threads=1))  # beside the computation
 
 
 def _accumulate(dst: torch.Tensor, src: torch.Tensor, add: bool) -> float:

@@ -105,7 +105,12 @@ class Config:
         does not fit goes down, group by group. optimizer_tier="device" keeps whole groups on a GPU, updated there by
         torch's fused kernel; "auto" does so with the first groups, once a step has shown what activations need. Where
         the device is the CPU it is the host.
-    stage: ZeRO stage; 3 partitions parameters, gradients and optimizer states.
+    stage: ZeRO stage, of what several ranks share: 1 partitions optimizer states, 2 gradients too, 3 parameters too.
+        What is not partitioned every rank has whole, on any tier. At one rank it changes nothing.
+    budgets: whether the budgets given are those of each rank ("rank"), or of all ranks of one node together ("node").
+    rank_timeout_s: seconds that other ranks wait for one that makes no call; ten times that while it computes.
+    initial_values: where ranks come to `shard` with different values, take those of rank 0 ("rank0"), or refuse them
+        by name ("equal").
     groups: module classes whose instances are each gathered as one group; None: elements of ModuleList and
         Sequential, large single layers, and the rest.
     io_threads: threads per drive.
@@ -120,6 +125,9 @@ class Config:
     param_tier: TierName = "auto"
     optimizer_tier: TierName = "auto"
     stage: int = 3
+    budgets: Literal["rank", "node"] = "rank"
+    rank_timeout_s: float = 30.0
+    initial_values: Literal["rank0", "equal"] = "rank0"
     precision: MixedPrecision = MixedPrecision()
     groups: tuple[type[torch.nn.Module], ...] | None = None
     io_threads: int = 8
@@ -139,8 +147,7 @@ class Config:
         for field in ("param_tier", "optimizer_tier"):
             if getattr(self, field) == "nvme" and not self.nvme:
                 raise ConfigError(f"{field}='nvme' needs a swap directory: set nvme='/path/on/a/drive'")
-        if self.stage != 3:
-            raise ConfigError(f"stage={self.stage!r}: this version supports stage=3")
+        self._check_ranks()
         if not isinstance(self.io_threads, int) or not 1 <= self.io_threads <= 256:
             raise ConfigError(f"io_threads={self.io_threads!r}: use a whole number from 1 to 256")
         for field, kind in (("precision", MixedPrecision), ("emulation", Emulation)):
@@ -151,6 +158,19 @@ class Config:
             if not all(isinstance(g, type) and issubclass(g, torch.nn.Module) for g in groups):
                 raise ConfigError(f"groups={self.groups!r}: give a tuple of torch.nn.Module classes, or None")
             object.__setattr__(self, "groups", groups)
+
+    def _check_ranks(self) -> None:
+        if self.stage not in (1, 2, 3) or isinstance(self.stage, bool):
+            raise ConfigError(
+                f"stage={self.stage!r}: use 1 (optimizer states are partitioned), 2 (gradients too) or 3 (parameters "
+                f"too); stage 0, nothing partitioned, is torch's DistributedDataParallel"
+            )
+        if self.budgets not in ("rank", "node"):
+            raise ConfigError(f"budgets={self.budgets!r}: use 'rank' or 'node'")
+        if not isinstance(self.rank_timeout_s, (int, float)) or not 0 < self.rank_timeout_s < float("inf"):
+            raise ConfigError(f"rank_timeout_s={self.rank_timeout_s!r}: use a number of seconds above 0")
+        if self.initial_values not in ("rank0", "equal"):
+            raise ConfigError(f"initial_values={self.initial_values!r}: use 'rank0' or 'equal'")
 
     @property
     def directories(self) -> tuple[Path, ...]:

@@ -4,6 +4,7 @@
     |-- ConfigError (also ValueError)      a setting is unknown or impossible
     |-- BudgetError (also MemoryError)     a hard memory budget would be exceeded
     |-- UsageError (also RuntimeError)     a call that is wrong at this moment, or unsupported by name
+    |-- RankError (also RuntimeError)      the ranks of a run disagree, or one of them is gone
     `-- StorageError (also OSError)        a drive, a file or its contents
         |-- SwapDirectoryError             missing, not writable, owned by a live run, a link
         |-- SwapFullError                  no space for the swap file, found when it is preallocated
@@ -28,6 +29,10 @@ class BudgetError(TieredError, MemoryError):
 
 class UsageError(TieredError, RuntimeError):
     """The call is wrong at this moment or not supported; the message names the call that works instead."""
+
+
+class RankError(TieredError, RuntimeError):
+    """The ranks of a run disagree, or one is gone; the message says which rank was doing what."""
 
 
 class StorageError(TieredError, OSError):

@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 
+COLLECTIVES = ("all_gather", "reduce_scatter", "broadcast")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stats:
@@ -33,6 +35,10 @@ class Stats:
     device_allocated_bytes, device_peak_allocated_bytes: bytes of the device allocated for tensors of this process, now
         and at most so far; 0 where the device measures nothing.
     device_fragmentation_bytes: bytes of the device that torch's allocator holds beyond what is allocated.
+    rank, ranks: this process's place among the ranks of the run, and how many there are.
+    collective_elements, collective_bytes: by "all_gather", "reduce_scatter" and "broadcast", elements and bytes of the
+        whole (padded) tensors that this rank took part in moving, as the ZeRO papers count; of N ranks each sends and
+        receives (N - 1) / N of them.
     """
 
     steps: int
@@ -50,6 +56,10 @@ class Stats:
     device_allocated_bytes: int = 0
     device_peak_allocated_bytes: int = 0
     device_fragmentation_bytes: int = 0
+    rank: int = 0
+    ranks: int = 1
+    collective_elements: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    collective_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 class Meter:
@@ -62,6 +72,8 @@ class Meter:
         self.hits = 0
         self.read: collections.Counter[str] = collections.Counter()
         self.written: collections.Counter[str] = collections.Counter()
+        self.collective_elements: collections.Counter[str] = collections.Counter(dict.fromkeys(COLLECTIVES, 0))
+        self.collective_bytes: collections.Counter[str] = collections.Counter(dict.fromkeys(COLLECTIVES, 0))
         self.stalls: dict[str, float] = collections.defaultdict(float)
         self._lock = threading.Lock()
 
@@ -70,6 +82,12 @@ class Meter:
         with self._lock:
             self.read[tier] += read
             self.written[tier] += written
+
+    def communicated(self, collective: str, elements: int, nbytes: int) -> None:
+        """Add a whole tensor of `elements` that ranks have moved by `collective`."""
+        with self._lock:
+            self.collective_elements[collective] += elements
+            self.collective_bytes[collective] += nbytes
 
     @contextlib.contextmanager
     def stalled(self, cause: str) -> Iterator[None]:

@@ -27,7 +27,7 @@ def test_windows_read_across_the_seams_of_the_files(parts: list[Path]) -> None:
 
 
 def test_the_target_of_each_byte_is_the_next_byte(parts: list[Path]) -> None:
-    tokens, targets = Corpus(parts).batch(batch=5, context=4, seed=1, index=0)
+    tokens, targets = Corpus(parts).batch(range(5), batch=5, context=4, seed=1, index=0)
     assert tokens.shape == targets.shape == (5, 4)
     assert tokens.dtype == targets.dtype == torch.int64
     assert torch.equal(targets, tokens + 1)  # the text is the alphabet
@@ -36,18 +36,26 @@ def test_the_target_of_each_byte_is_the_next_byte(parts: list[Path]) -> None:
 def test_a_batch_depends_on_seed_and_index_alone(parts: list[Path]) -> None:
     corpus = Corpus(parts)
     torch.manual_seed(0)
-    first, _ = corpus.batch(batch=64, context=2, seed=3, index=5)
+    first, _ = corpus.batch(range(64), batch=64, context=2, seed=3, index=5)
     torch.manual_seed(1)
-    again, _ = Corpus(parts).batch(batch=64, context=2, seed=3, index=5)
-    other_index, _ = corpus.batch(batch=64, context=2, seed=3, index=6)
-    other_seed, _ = corpus.batch(batch=64, context=2, seed=4, index=5)
+    again, _ = Corpus(parts).batch(range(64), batch=64, context=2, seed=3, index=5)
+    other_index, _ = corpus.batch(range(64), batch=64, context=2, seed=3, index=6)
+    other_seed, _ = corpus.batch(range(64), batch=64, context=2, seed=4, index=5)
     assert torch.equal(first, again)
     assert not torch.equal(first, other_index)
     assert not torch.equal(first, other_seed)
 
 
+def test_the_rows_that_ranks_take_of_a_batch_are_the_batch(parts: list[Path]) -> None:
+    corpus = Corpus(parts)
+    joined = corpus.batch(range(6), batch=6, context=3, seed=2, index=4)
+    shares = [corpus.batch(rows, batch=6, context=3, seed=2, index=4) for rows in (range(2), range(2, 4), range(4, 6))]
+    assert torch.equal(torch.cat([tokens for tokens, _ in shares]), joined[0])
+    assert torch.equal(torch.cat([targets for _, targets in shares]), joined[1])
+
+
 def test_every_window_of_the_text_can_be_drawn(parts: list[Path]) -> None:
-    tokens, _ = Corpus(parts).batch(batch=500, context=3, seed=0, index=0)
+    tokens, _ = Corpus(parts).batch(range(500), batch=500, context=3, seed=0, index=0)
     assert set(tokens[:, 0].tolist()) == set(b"abcdefg")
 
 

@@ -18,6 +18,7 @@ def test_the_defaults_train_on_the_standard_library() -> None:
     assert order.config.device_budget is None
     assert order.recipe.dtype == torch.float32
     assert order.config.precision == tiered.MixedPrecision()
+    assert (order.config.stage, order.config.budgets, order.config.rank_timeout_s) == (3, "rank", 30.0)
 
 
 def test_every_option_reaches_its_field(tmp_path: Path) -> None:
@@ -25,7 +26,8 @@ def test_every_option_reaches_its_field(tmp_path: Path) -> None:
         "train one.txt two.txt --layers 3 --hidden 12 --heads 2 --tied-head --checkpoint-activations --context 5 "
         "--batch 6 --accumulate 7 --steps 8 --lr 0.25 --weight-decay 0 --max-grad-norm 0 --seed 9 --dtype bf16 "
         "--device emulated --device-budget 64MiB --host-budget 1GiB --param-tier nvme --optimizer-tier host "
-        f"--nvme {tmp_path}/a --nvme {tmp_path}/b --no-deferred --json out.json --compare-plain"
+        f"--nvme {tmp_path}/a --nvme {tmp_path}/b --no-deferred --json out.json --compare-plain "
+        "--stage 2 --budgets node --rank-timeout 7.5"
     )
     order = parse(line.split())
     shape, recipe, config = order.shape, order.recipe, order.config
@@ -40,6 +42,7 @@ def test_every_option_reaches_its_field(tmp_path: Path) -> None:
     assert (config.param_tier, config.optimizer_tier) == ("nvme", "host")
     assert config.directories == (tmp_path / "a", tmp_path / "b")
     assert config.precision.param_dtype == torch.bfloat16
+    assert (config.stage, config.budgets, config.rank_timeout_s) == (2, "node", 7.5)
     assert not order.deferred
     assert order.compare_plain
     assert order.json == "out.json"
@@ -74,6 +77,9 @@ def test_help_names_every_option_of_the_command(capsys: pytest.CaptureFixture[st
         (["train", "--max-grad-norm", "-1"], "--max-grad-norm"),
         (["train", "--seed", "-1"], "--seed"),
         (["train", "--dtype", "fp8"], "--dtype"),
+        (["train", "--stage", "0"], "--stage"),
+        (["train", "--budgets", "machine"], "--budgets"),
+        (["train", "--rank-timeout", "0"], "--rank-timeout: got '0', expected a number above 0"),
         (["train", "--step", "3"], "--step"),
         (["train", "--heads", "3"], "heads: got 3, expected a divisor of hidden=256"),
         (["train", "--host-budget", "lots"], "host_budget='lots'"),

@@ -2,10 +2,14 @@
 
 import signal
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tiered.cli.signals import StopSignal
+
+Mean = Callable[[float], float]
 
 
 def handlers() -> list[object]:
@@ -42,6 +46,59 @@ def test_the_previous_handlers_come_back() -> None:
     with StopSignal():
         assert handlers() != before
     assert handlers() == before
+
+
+def test_of_several_ranks_the_handlers_stay_away_and_a_late_signal_changes_nothing() -> None:
+    before = handlers()
+    try:
+        with StopSignal(restore=False):
+            pass
+        assert handlers() == [signal.SIG_IGN, signal.SIG_IGN]
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+
+def mean_over(count: int) -> Mean:
+    """The mean over that many threads of what each gives."""
+    given: list[float] = []
+    means: list[float] = []
+
+    def take() -> None:
+        means.append(sum(given) / len(given))
+        given.clear()
+
+    barrier = threading.Barrier(count, action=take, timeout=60)
+
+    def mean(value: float) -> float:
+        given.append(value)
+        barrier.wait()
+        return means[-1]
+
+    return mean
+
+
+@pytest.mark.parametrize(
+    ("received", "agreed"),
+    [
+        ((None, None, None), None),
+        ((None, signal.SIGINT, None), signal.SIGINT),
+        ((signal.SIGINT, signal.SIGINT, signal.SIGINT), signal.SIGINT),
+        ((signal.SIGTERM, None, None), signal.SIGTERM),
+        ((signal.SIGINT, None, signal.SIGTERM), signal.SIGTERM),
+    ],
+)
+def test_ranks_agree_to_stop_if_any_of_them_got_a_signal_and_on_which(
+    received: tuple[signal.Signals | None, ...], agreed: signal.Signals | None
+) -> None:
+    stops, mean = [StopSignal() for _ in received], mean_over(len(received))
+    for stop, number in zip(stops, received, strict=True):
+        stop.received = number
+    with ThreadPoolExecutor(len(stops)) as ranks:
+        answers = list(ranks.map(lambda stop: stop.agreed(mean), stops))
+    assert answers == [agreed is not None] * len(stops)
+    assert [stop.received for stop in stops] == [agreed] * len(stops)
 
 
 def test_outside_the_main_thread_no_handler_changes() -> None:

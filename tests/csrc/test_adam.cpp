@@ -26,7 +26,7 @@ using tiered::Isa;
 
 constexpr DType kTypes[] = {DType::fp32, DType::bf16, DType::fp16};
 constexpr Isa kWideIsas[] = {Isa::avx2, Isa::avx512};
-constexpr int64_t kSizes[] = {0, 1, 7, 8, 9, 15, 16, 17, 31, 33, 255, 16385, 65536 + 19};
+constexpr int64_t kSizes[] = {0, 1, 7, 8, 9, 15, 16, 17, 31, 33, 255, 16385, 2 * 65536 + 19};  // the last: threads help
 
 void require(bool holds, const char* what) {
   if (holds) return;
@@ -175,6 +175,78 @@ void sums_are_the_same_on_every_path() {
   }
 }
 
+// Means of `sources` as one thread of plain C++ computes them, element by element, where everything is fp32.
+std::vector<float> plain_mean(std::vector<std::vector<float>>& sources, const std::vector<float>& dst, float divisor) {
+  std::vector<float> result = dst;
+  for (size_t i = 0; i < dst.size(); ++i) {
+    volatile float sum = sources[0][i];  // volatile: each operation is rounded, whatever the compiler would like
+    for (size_t s = 1; s < sources.size(); ++s) sum = sum + sources[s][i];
+    volatile float mean = sum / divisor;
+    result[i] = result[i] + mean;
+  }
+  return result;
+}
+
+void a_mean_is_added_divided_and_added() {
+  constexpr int64_t n = 1000;
+  for (int count : {1, 2, 3, 7}) {
+    for (int divisor : {1, 2, 3, 10, 64, 1 << 24}) {
+      std::mt19937 random(static_cast<uint32_t>(count * divisor));
+      std::normal_distribution<float> normal;
+      std::vector<std::vector<float>> sources(static_cast<size_t>(count), std::vector<float>(n));
+      std::vector<float> dst(n);
+      std::vector<const void*> arrays;
+      for (auto& source : sources) {
+        for (float& x : source) x = normal(random);
+        arrays.push_back(source.data());
+      }
+      for (float& x : dst) x = normal(random);
+      const std::vector<float> expected = plain_mean(sources, dst, static_cast<float>(divisor));
+      const tiered::MeanSources mean{arrays.data(), count, DType::fp32, divisor};
+      tiered::average({dst.data(), DType::fp32}, mean, n, true, Isa::scalar, 1);
+      require(dst == expected, "average is not the sum over the divisor, added");
+    }
+  }
+}
+
+void means_are_the_same_on_every_path() {
+  for (int64_t n : kSizes) {
+    for (DType dst_type : kTypes) {
+      for (DType src_type : kTypes) {
+        for (int divisor : {3, 4}) {
+          const bool add = divisor == 3;
+          std::mt19937 random(static_cast<uint32_t>(n));
+          Array dst(dst_type, n), one(src_type, n), two(src_type, n, 1);
+          for (Array* array : {&dst, &one, &two}) array->fill(random);
+          const void* arrays[] = {one.ref().data, two.ref().data, one.ref().data};
+          const tiered::MeanSources mean{arrays, 3, src_type, divisor};
+          Array expected(dst_type, n);
+          expected.copy_values(dst);
+          const double sum = tiered::average(expected.ref(), mean, n, add, Isa::scalar, 1);
+          for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
+            if (!tiered::isa_supported(isa)) continue;
+            Array got(dst_type, n, 1);
+            got.copy_values(dst);
+            const double got_sum = tiered::average(got.ref(), mean, n, add, isa, 3);
+            const double again = tiered::sum_of_squares(got.ref(), n, isa, 2);
+            require(got.same_values(expected), "average depends on the path");
+            require(got_sum == sum || (got_sum != got_sum && sum != sum), "its sum depends on the path");
+            require(again == sum || (again != again && sum != sum), "sum_of_squares differs from average's");
+            if (dst_type != src_type) continue;
+            Array onto(src_type, n, 1);  // one of its own sources
+            onto.copy_values(one);
+            const void* with_itself[] = {onto.ref().data, two.ref().data, onto.ref().data};
+            tiered::average(onto.ref(), {with_itself, 3, src_type, divisor}, n, false, isa, 3);
+            Array apart(src_type, n);
+            tiered::average(apart.ref(), mean, n, false, Isa::scalar, 1);
+            require(onto.same_values(apart), "average onto a source differs");
+          }
+        }
+      }
+    }
+  }
+}
+
 void narrowing_is_the_same_on_every_path() {
   std::vector<float> values;
   for (uint64_t bits = 0; bits < (uint64_t{1} << 32); bits += 8191) {  // prime: every residue of the rounded bits
@@ -227,6 +299,19 @@ void kernels_run_from_several_threads_at_once() {
       one.update(Isa::scalar, 1, {0, 40'000});
       two.update(Isa::scalar, 4, {0, 11, 40'000});
       require(one.same_values(two), "concurrent calls disturb each other");
+      constexpr int64_t n = 3 * 65536;
+      Array first(DType::fp32, n), second(DType::fp32, n), means(DType::fp32, n);
+      std::mt19937 random(seed);
+      first.fill(random);
+      second.fill(random);
+      const void* arrays[] = {first.ref().data, second.ref().data};
+      const tiered::MeanSources mean{arrays, 2, DType::fp32, 2};
+      for (int threads : {1, 3}) {
+        tiered::average(means.ref(), mean, n, false, Isa::scalar, threads);
+        Array again(DType::fp32, n);
+        tiered::average(again.ref(), mean, n, false, Isa::scalar, 4 - threads);
+        require(means.same_values(again), "concurrent means disturb each other");
+      }
     });
   }
   for (std::thread& caller : callers) caller.join();
@@ -253,6 +338,8 @@ void a_forked_child_gets_a_pool_of_its_own() {
 int main() {
   adamw_is_the_same_on_every_path();
   sums_are_the_same_on_every_path();
+  a_mean_is_added_divided_and_added();
+  means_are_the_same_on_every_path();
   narrowing_is_the_same_on_every_path();
   a_pool_serves_several_callers_and_ends();
   kernels_run_from_several_threads_at_once();

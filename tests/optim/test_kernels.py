@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tiered.optim import kernels
 from tiered.optim.kernels import Segment
+from tiered.optim.portable import PortableKernels
 
 needs_native = pytest.mark.skipif(not kernels.native(), reason="the extension is not built")
 NATIVE = pytest.param("native", marks=(needs_native, pytest.mark.native))
@@ -29,7 +30,7 @@ SIZES = (0, 1, 7, 8, 9, 15, 16, 17, 31, 63, 64, 65, 1000, 16383, 16385, 65535, 6
 @pytest.fixture(params=[NATIVE, "portable"], autouse=True)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "portable":
-        monkeypatch.setattr(kernels, "_backend", kernels._PortableKernels())
+        monkeypatch.setattr(kernels, "_backend", PortableKernels())
     return str(request.param)
 
 

@@ -60,13 +60,13 @@ class FakePage:
 class Run:
     """An executor over fake pages of the given sizes."""
 
-    def __init__(self, sizes: Iterable[int], capacity: int, *, ahead: bool = True, stale: bool = False) -> None:
+    def __init__(self, sizes: Iterable[int], capacity: int, *, stale: bool = False) -> None:
         self.budget = Budget(Tier.DEVICE, capacity)
         self.pages = [FakePage(index, size, self.budget) for index, size in enumerate(sizes)]
         self.meter = Meter()
         self.looked = 0
         self.others = 0  # bytes that something else takes of the same memory
-        self.executor = Executor(self.pages, self, self.meter, ahead=ahead, stale=stale)
+        self.executor = Executor(self.pages, self, self.meter, stale=stale)
 
     def capacity(self) -> int:
         return self.budget.limit - self.others
@@ -163,15 +163,6 @@ def test_a_page_that_is_removed_is_never_asked_for_again() -> None:
     for _ in range(3):
         run.step()
     assert run.pages[2].fetches == before
-
-
-def test_without_fetching_ahead_each_page_comes_when_it_is_used() -> None:
-    run = Run([10] * 8, 20, ahead=False)
-    for _ in range(3):
-        run.step()
-    assert run.meter.hits < run.meter.uses
-    for page in run.pages:
-        assert page.fetches >= 3
 
 
 def test_evaluation_is_predicted_beside_training() -> None:
@@ -277,13 +268,12 @@ def test_no_room_for_a_hint_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None
         run.use(1)
 
 
-@pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_use_keeps_every_promise(seed: int, ahead: bool) -> None:
+def test_random_use_keeps_every_promise(seed: int) -> None:
     """Sizes, pins, phases and orders at random; the fake pages and the budget check each act."""
     draw = random.Random(seed)
     capacity = 40
-    run = Run(draw.sample([0, 1, 5, 5, 9, 9, 9, 13, 13], 9), capacity, ahead=ahead)
+    run = Run(draw.sample([0, 1, 5, 5, 9, 9, 9, 13, 13], 9), capacity)
     order = draw.sample(range(9), 9)
     refused = 0
     for number in range(600):

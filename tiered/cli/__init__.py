@@ -4,6 +4,7 @@ Owns options, display and exit codes; everything it does to a model goes through
 Nothing else in the package imports this folder.
 
     main     the command and its exit codes        options   the command line -> one frozen `Order`
+    ranks    this process among those of torchrun, and who speaks for them
     train    the loop, tiered                      plain     the same loop in plain PyTorch, to compare with
     progress what is shown while it runs           summary   what is shown and written at the end
     gpt      the model    corpus  the bytes        signals   SIGINT and SIGTERM    memory  resident growth

@@ -3,7 +3,8 @@
 Owns the list of files and their sizes; keeps none open and none in memory, so a corpus may be larger than RAM.
 
 1. The files count as one long text in the order given; `window` reads across their seams.
-2. A batch is a pure function of (corpus, seed, index): two runs with one seed see the same bytes.
+2. A batch is a pure function of (corpus, seed, index): two runs with one seed see the same bytes, and the rows that
+   ranks take of it are those that one rank would take alone.
 3. A file that is missing, empty, no regular file or changed in size is an error that names it.
 """
 
@@ -68,13 +69,16 @@ class Corpus:
             start, nbytes, index = start + len(part), nbytes - len(part), index + 1
         return b"".join(parts)
 
-    def batch(self, *, batch: int, context: int, seed: int, index: int) -> tuple[Tensor, Tensor]:
-        """Batch number `index`: inputs and targets, each int64 (batch, context); a target is the next byte."""
+    def batch(self, rows: range, *, batch: int, context: int, seed: int, index: int) -> tuple[Tensor, Tensor]:
+        """Rows of batch number `index`, which has `batch` of them: inputs and targets, each int64 (rows, context).
+
+        A target is the next byte. Only the rows asked for are read.
+        """
         # Seeded by text, of which all of it counts; torch's generator looks at the low 32 bits of its seed alone.
         random = Random(f"batch {index} of seed {seed}")
         starts = [random.randrange(self.nbytes - context) for _ in range(batch)]
-        rows = bytearray().join(self.window(start, context + 1) for start in starts)
-        text = torch.frombuffer(rows, dtype=torch.uint8).view(batch, context + 1).long()
+        read = bytearray().join(self.window(starts[row], context + 1) for row in rows)
+        text = torch.frombuffer(read, dtype=torch.uint8).view(len(rows), context + 1).long()
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 

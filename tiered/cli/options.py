@@ -101,7 +101,9 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 
 def _add_recipe(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--context", type=_count, default=128, help="bytes of text a sequence (%(default)s)")
-    group.add_argument("--batch", type=_count, default=4, help="sequences a backward pass (%(default)s)")
+    group.add_argument(
+        "--batch", type=_count, default=4, help="sequences a backward pass, of all ranks together (%(default)s)"
+    )
     group.add_argument("--accumulate", type=_count, default=1, help="backward passes a step (%(default)s)")
     group.add_argument("--steps", type=_count, default=20, help="optimizer steps (%(default)s)")
     group.add_argument("--lr", type=_positive, default=3e-4, help="AdamW's learning rate (%(default)s)")
@@ -122,6 +124,13 @@ def _add_placement(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--param-tier", metavar="TIER", default="auto", help="auto, device, host or nvme")
     group.add_argument("--optimizer-tier", metavar="TIER", default="auto", help="auto, device, host or nvme")
+    group.add_argument(
+        "--stage", type=int, choices=(1, 2, 3), help="ZeRO stage: what several ranks partition among them (3)"
+    )
+    group.add_argument("--budgets", choices=("rank", "node"), help="whose the two budgets are (rank)")
+    group.add_argument(
+        "--rank-timeout", type=_positive, metavar="SECONDS", help="how long ranks wait for one that makes no call (30)"
+    )
     group.add_argument(
         "--deferred",
         action=argparse.BooleanOptionalAction,
@@ -176,9 +185,13 @@ def _order(given: argparse.Namespace) -> Order:
 def _config(given: argparse.Namespace, dtype: torch.dtype) -> tiered.Config:
     settings: dict[str, Any] = {
         name: getattr(given, name)
-        for name in ("device", "device_budget", "host_budget", "nvme", "param_tier", "optimizer_tier")
+        for name in (
+            "device", "device_budget", "host_budget", "nvme", "param_tier", "optimizer_tier", "stage", "budgets",
+        )
         if getattr(given, name) is not None
-    }
+    }  # fmt: skip
+    if given.rank_timeout is not None:
+        settings["rank_timeout_s"] = given.rank_timeout
     if dtype != torch.float32:
         settings["precision"] = tiered.MixedPrecision(param_dtype=dtype)
     return tiered.Config(**settings)

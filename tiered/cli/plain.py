@@ -1,7 +1,7 @@
 """The same training in plain PyTorch with everything in memory: what a tiered run is compared with.
 
 Owns the reference arithmetic and the verdict. With 16-bit weights it keeps an fp32 master by hand, as the tiered run
-does. Nothing here uses the runtime.
+does. Nothing here uses the runtime, and one process does it all: it trains the joined batches of all ranks.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,14 @@ from torch.nn.utils import clip_grad_norm_
 from tiered.cli.corpus import Corpus
 from tiered.cli.gpt import GPT
 from tiered.cli.options import Order, Recipe
+from tiered.cli.ranks import Place
 from tiered.cli.signals import StopSignal
-from tiered.cli.train import run_steps
+from tiered.cli.train import Batches, run_steps
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest difference of two losses, in nats, that still counts as rounding: sums are taken in another order, and what
-one step rounds differently the next ones amplify."""
+one step rounds differently the next ones amplify. Several ranks add their gradients in yet another order, to which the
+same limit applies."""
 
 
 class PlainLearner:
@@ -61,13 +63,18 @@ class PlainLearner:
         self._optimizer.zero_grad()
         self._model.zero_grad()
 
+    def mean(self, value: float) -> float:
+        """The value itself: there is no other rank."""
+        return value
+
 
 def train_plain(order: Order, corpus: Corpus, device: torch.device, stop: StopSignal) -> list[float]:
     """The losses of the order's recipe in plain PyTorch, fewer where a stop signal came."""
     torch.manual_seed(order.recipe.seed)
     learner = PlainLearner(GPT(order.shape), order.recipe, device)
     losses: list[float] = []
-    run_steps(learner, corpus, order.recipe, stop, lambda step, loss, seconds: losses.append(loss))
+    batches = Batches(corpus, order.recipe, Place())
+    run_steps(learner, batches, stop, lambda step, loss, seconds: losses.append(loss))
     return losses
 
 

@@ -19,6 +19,7 @@ import tiered
 from tiered.cli.options import Order
 from tiered.cli.plain import TOLERANCE, largest_difference
 from tiered.cli.progress import TIERS
+from tiered.cli.ranks import Place
 from tiered.cli.train import Outcome
 from tiered.config import format_size
 
@@ -35,8 +36,10 @@ class Memory:
     device_budget_bytes: int | None
     host_budget_bytes: int | None
     """What was given; None: chosen by the runtime."""
+    budgets_of: str
+    """Whose they are: those of each "rank", or of all ranks of one "node" together."""
     peak_growth_bytes: int
-    """Peak resident bytes of the process above those before the model was made."""
+    """Peak resident bytes of rank 0's process above those before the model was made."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,24 +61,33 @@ class Summary:
     """One finished, stopped or failed run."""
 
     parameters: int
+    ranks: int
+    stage: int
+    """The ZeRO stage, which changes nothing at one rank."""
     steps: int
     stopped_by: str | None
     """Name of the signal or error that ended the run early."""
     losses: Sequence[float]
+    """Means over ranks."""
     tokens_per_s: float | None
     """Median over the steps after the first, which also learns the order of use."""
     memory: Memory
     stats: tiered.Stats | None
+    """Of rank 0."""
     plain: Comparison | None
 
 
-def summarize(order: Order, outcome: Outcome, plain: Sequence[float] | None, stopped_by: str | None) -> Summary:
+def summarize(
+    order: Order, place: Place, outcome: Outcome, plain: Sequence[float] | None, stopped_by: str | None
+) -> Summary:
     """The summary of a run and, where it was asked for, of its plain twin."""
     settled = outcome.seconds[1:] or outcome.seconds
     estimate = tiered.estimate(order.shape.parameters, param_dtype=order.recipe.dtype)
     config = order.config
     return Summary(
         parameters=order.shape.parameters,
+        ranks=place.ranks,
+        stage=config.stage,
         steps=len(outcome.losses),
         stopped_by=stopped_by,
         losses=tuple(outcome.losses),
@@ -84,6 +96,7 @@ def summarize(order: Order, outcome: Outcome, plain: Sequence[float] | None, sto
             state_bytes=estimate.total,
             device_budget_bytes=None if config.device_budget is None else int(config.device_budget),
             host_budget_bytes=None if config.host_budget is None else int(config.host_budget),
+            budgets_of=config.budgets,
             peak_growth_bytes=outcome.peak_growth_bytes,
         ),
         stats=outcome.stats,
@@ -117,21 +130,26 @@ def show(summary: Summary, stream: TextIO) -> None:
 
 
 def _rows(summary: Summary) -> list[tuple[str, str]]:
-    memory = summary.memory
+    memory, several = summary.memory, summary.ranks > 1
+    whose = f" per {memory.budgets_of}" if several else ""
     rows = [
         ("parameters", f"{summary.parameters:,}"),
         ("model states", f"{format_size(memory.state_bytes)} (weights, gradients, optimizer)"),
         (
-            "memory given",
+            f"memory given{whose}",
             f"device {_size(memory.device_budget_bytes)}, host {_size(memory.host_budget_bytes)}",
         ),
-        ("peak resident growth", format_size(memory.peak_growth_bytes)),
+        ("peak resident growth" + (" per rank" if several else ""), format_size(memory.peak_growth_bytes)),
         ("steps", str(summary.steps)),
     ]
+    if several:
+        rows.insert(2, ("ranks", f"{summary.ranks}, ZeRO stage {summary.stage}; what differs between them is rank 0's"))
     if summary.losses:
         rows.append(("loss first -> last", f"{summary.losses[0]:.4f} -> {summary.losses[-1]:.4f}"))
     if summary.tokens_per_s is not None:
         rows.append(("tokens/s", f"{summary.tokens_per_s:.0f}"))
+    if several and summary.stats is not None:
+        rows.append(("communicated a step", _communicated(summary.stats, summary.steps)))
     if summary.stats is not None:
         rows += _runtime_rows(summary.stats)
     if summary.plain is not None:
@@ -156,6 +174,12 @@ def _runtime_rows(stats: tiered.Stats) -> list[tuple[str, str]]:
     if stats.skipped_steps:
         rows.append(("steps skipped for non-finite gradients", str(stats.skipped_steps)))
     return rows
+
+
+def _communicated(stats: tiered.Stats, steps: int) -> str:
+    """Bytes of the whole tensors that ranks gathered and reduced, by collective, over the steps of the run."""
+    each = {name: nbytes // max(1, steps) for name, nbytes in stats.collective_bytes.items() if nbytes}
+    return ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in each.items()) or "nothing"
 
 
 def _size(nbytes: int | None) -> str:

@@ -3,8 +3,11 @@
 Owns the order of calls and when to stop. Leaves what is shown to an `Observer`, memory to the package under test.
 
 1. Tiered and plain differ only in the `Learner`: the same seed gives both the same weights and the same batches.
-2. A stop signal ends the loop between two backward passes; gradients without a step are dropped.
+2. A stop signal ends the loop between two backward passes, on every rank between the same two; gradients without a
+   step are dropped.
 3. However the run ends, the model is closed, which waits for what is in flight and removes the swap files.
+4. Every rank makes the same calls in the same order and sees the same losses: the means over ranks, which are those of
+   the joined batches, as all shares are of one size.
 """
 
 import contextlib
@@ -21,6 +24,7 @@ from tiered.cli.corpus import Corpus
 from tiered.cli.gpt import GPT, GPTShape
 from tiered.cli.memory import ResidentGrowth
 from tiered.cli.options import Order, Recipe
+from tiered.cli.ranks import Place
 from tiered.cli.signals import StopSignal
 
 
@@ -36,6 +40,24 @@ class Learner(Protocol):
     def drop(self) -> None:
         """Drops the gradients."""
 
+    def mean(self, value: float) -> float:
+        """The mean of a number over ranks; every rank must ask."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """What one rank trains on: its share of every batch of a recipe."""
+
+    corpus: Corpus
+    recipe: Recipe
+    place: Place
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """This rank's share of joined batch number `index`: inputs and targets, each int64 (batch / ranks, context)."""
+        recipe = self.recipe
+        rows = self.place.share(recipe.batch)
+        return self.corpus.batch(rows, batch=recipe.batch, context=recipe.context, seed=recipe.seed, index=index)
+
 
 Observer = Callable[[int, float, float], None]
 """Called after each step with its number from 1, its mean loss and the seconds it took."""
@@ -46,26 +68,27 @@ class Outcome:
     """What a tiered run gave: as many losses and seconds as steps were finished."""
 
     losses: list[float] = field(default_factory=list)
+    """Means over ranks."""
     seconds: list[float] = field(default_factory=list)
     peak_growth_bytes: int = 0
-    """Peak resident bytes above those of the process before the model was made."""
+    """Peak resident bytes above those of the process before the model was made; of this rank, as are the stats."""
     stats: tiered.Stats | None = None
     """None where the run was stopped before its first step."""
 
 
-def run_steps(learner: Learner, corpus: Corpus, recipe: Recipe, stop: StopSignal, observe: Observer) -> None:
-    """Trains until the recipe's steps are done or a stop signal comes."""
+def run_steps(learner: Learner, batches: Batches, stop: StopSignal, observe: Observer) -> None:
+    """Trains until the recipe's steps are done or a stop signal comes to any rank."""
+    recipe = batches.recipe
     for step in range(recipe.steps):
         start, loss = time.perf_counter(), 0.0
         for micro in range(recipe.accumulate):
-            if stop.requested:
+            if stop.agreed(learner.mean):
                 learner.drop()
                 return
-            tokens, targets = corpus.batch(
-                batch=recipe.batch, context=recipe.context, seed=recipe.seed, index=step * recipe.accumulate + micro
-            )
+            tokens, targets = batches[step * recipe.accumulate + micro]
             loss += learner.backward(tokens, targets, 1 / recipe.accumulate) / recipe.accumulate
         learner.step()
+        loss = learner.mean(loss)
         observe(step + 1, loss, time.perf_counter() - start)
 
 
@@ -96,9 +119,13 @@ class TieredLearner:
         """Drops the gradients."""
         self._optimizer.zero_grad()
 
+    def mean(self, value: float) -> float:
+        """The mean of a number over ranks; every rank must ask."""
+        return tiered.average(self._model, value)
+
 
 def train_tiered(
-    order: Order, corpus: Corpus, stop: StopSignal, outcome: Outcome, observe: Callable[[nn.Module], Observer]
+    order: Order, batches: Batches, stop: StopSignal, outcome: Outcome, observe: Callable[[nn.Module], Observer]
 ) -> torch.device:
     """Trains within the order's memory and fills `outcome` as it goes, so that what is done survives an error.
 
@@ -119,7 +146,7 @@ def train_tiered(
             show(step, loss, seconds)
 
         learner = TieredLearner(model, order.recipe)
-        run_steps(learner, corpus, order.recipe, stop, note)
+        run_steps(learner, batches, stop, note)
     finally:
         outcome.peak_growth_bytes = growth.peak_bytes()
         outcome.stats = tiered.stats(model)

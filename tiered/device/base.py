@@ -13,6 +13,7 @@ Invariants every device keeps:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -55,6 +56,12 @@ class Device(Protocol):
         """Copy device `source` to host `destination` (same shape and dtype) as the compute stream has left it by now.
 
         The caller keeps `source` alive until the event is done.
+        """
+
+    def communicate(self, work: Callable[[], None], after: Event) -> Event:
+        """Give `work`, collectives on the device's memory, to the communication stream, once `after` is done.
+
+        May be called on any thread; `work` is called on that thread.
         """
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from tiered.device.buffer import Buffer
@@ -64,6 +66,11 @@ class CpuDevice(InHostMemory):
 
     def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Event:
         destination.copy_(source)
+        return Finished()
+
+    def communicate(self, work: Callable[[], None], after: Event) -> Event:
+        after.wait()
+        work()
         return Finished()
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def _raw(event: Event) -> Any:
 
 
 class CudaStream:
-    """One CUDA stream; see `device.streams.Stream`."""
+    """One CUDA stream; see `device.streams.Stream` and `WorkStream`."""
 
     def __init__(self, stream: torch.cuda.Stream, pinning: Pinning) -> None:
         self._stream = stream
@@ -74,6 +75,10 @@ class CudaStream:
 
     def wait(self, event: Event) -> None:
         self._stream.wait_event(_raw(event))
+
+    def run(self, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(self._stream):
+            work()
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         host = source if destination.is_cuda else destination
@@ -130,9 +135,8 @@ class CudaDevice(Streams):
         self._pinning = Pinning(_register, _unregister)
         with torch.cuda.device(self.torch_device):
             make: Any = torch.cuda.Stream
-            inward, outward = make(), make()
-        super().__init__(CudaStream(inward, self._pinning), CudaStream(outward, self._pinning))
-        self._raw = (inward, outward)
+            self._raw = (make(), make(), make())
+        super().__init__(*(CudaStream(stream, self._pinning) for stream in self._raw))
 
     def allocate(self, nbytes: int) -> CudaBuffer:
         return CudaBuffer(nbytes, self.torch_device)

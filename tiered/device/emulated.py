@@ -125,7 +125,7 @@ class EmulatedDevice(Streams, InHostMemory):
             Link("h2d", emulation.h2d_bytes_per_s, emulation.max_delay_s, emulation.seed),
             Link("d2h", emulation.d2h_bytes_per_s, emulation.max_delay_s, emulation.seed + 1),
         )
-        super().__init__(*self._links)
+        super().__init__(*self._links, Immediate())
         for link in self._links:  # of a device that nobody closed
             weakref.finalize(self, link.stop).atexit = False
 

@@ -37,6 +37,12 @@ def cgroup_limit() -> int | None:
     return None
 
 
+def memory_limit() -> int:
+    """Bytes of the machine's memory, or of the control group's limit where that is less."""
+    total = int(psutil.virtual_memory().total)
+    return min(total, cgroup_limit() or total)
+
+
 def _reclaimable(stat: Path) -> int:
     """Page cache that a cgroup counts as used and gives up on demand."""
     fields = dict(line.split() for line in stat.read_text().splitlines())

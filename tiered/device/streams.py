@@ -3,16 +3,18 @@
     compute   forward and backward, in the order given       (the caller's current stream)
     inward    host to device, each copy after the point of the compute stream at which its destination was committed
     outward   device to host, each copy after the work that made its source
+    between   collectives of several devices, each after what it is given on
 
 Every wait between streams that a device needs is issued in this file, so that it is tested on emulated streams and
-holds on real ones. Invariant: a copy is given to its stream together with the wait before it and the event after it,
-though several threads give copies.
+holds on real ones. Invariant: a copy, or a collective, is given to its stream together with the wait
+before it and the event after it, though several threads give them.
 """
 
 from __future__ import annotations
 
 import abc
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -33,12 +35,26 @@ class Stream(Protocol):
         """Copy `source` to `destination`, same shape and dtype; one of them on the host."""
 
 
-class Streams(abc.ABC):
-    """The three streams of a device and the waits between them."""
+class WorkStream(Protocol):
+    """A stream that torch's own calls are given to."""
 
-    def __init__(self, inward: Stream, outward: Stream) -> None:
-        self._inward, self._outward = inward, outward
+    def record(self) -> Event:
+        """See `Stream`."""
+
+    def wait(self, event: Event) -> None:
+        """See `Stream`."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Call `work`; what it gives to the device goes to this stream."""
+
+
+class Streams(abc.ABC):
+    """The streams of a device and the waits between them."""
+
+    def __init__(self, inward: Stream, outward: Stream, between: WorkStream) -> None:
+        self._inward, self._outward, self._between = inward, outward, between
         self._giving_in, self._giving_out = threading.Lock(), threading.Lock()
+        self._giving_between = threading.Lock()
 
     @abc.abstractmethod
     def fence(self) -> Event:
@@ -59,3 +75,10 @@ class Streams(abc.ABC):
             self._outward.wait(after)
             self._outward.copy(destination, source)
             return self._outward.record()
+
+    def communicate(self, work: Callable[[], None], after: Event) -> Event:
+        """See `device.base.Device`."""
+        with self._giving_between:
+            self._between.wait(after)
+            self._between.run(work)
+            return self._between.record()

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from tiered.optim.outcome import Outcome
 from tiered.optim.plan import StepPlan, plan_step, within
 from tiered.optim.scaler import LossScaler
 from tiered.optim.state import export_state, import_state
+from tiered.zero.agreement import Call
 from tiered.zero.compiled import uncompiled
 from tiered.zero.group import ParamGroup
 from tiered.zero.guard import home_of, is_sharded
@@ -133,14 +134,22 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         model = self._open_model("step()")
         self._settle()
-        model.drain()
+        model.begin_step()
         scale = self._scaler.scale if self._scaler is not None else 1.0
         having = [h for h in self._homes.values() if h.grads.present[h.position]]
         there = [h for h in having if h.group.resident]
-        if there and len(there) == len(having) and model.runtime.ranks.size == 1:
+        if there and len(there) == len(having) and not model.runtime.several:
             self._step_there(there, scale)
             return loss
-        if self._taken(self._norm(having, there) / scale):
+        norm = self._norm(having, there) / scale  # from here on, with several ranks, this one's shards are its own
+        with model.stepping():
+            self._step_here(norm, there, scale)
+        return loss
+
+    def _step_here(self, norm: float, there: Sequence[ParamHome], scale: float) -> None:
+        """Take or skip a step whose norm the host knows."""
+        model = self.model
+        if self._taken(norm):
             factor = 1.0
             if self.max_grad_norm is not None:  # torch.nn.utils.clip_grad_norm_'s formula
                 factor = min(1.0, self.max_grad_norm / (self._grad_norm + 1e-6))
@@ -150,7 +159,6 @@ class AdamW(torch.optim.Optimizer):
                 fresh = self._update(plan, factor / scale, resident.Verdict(known, None))
                 self._commit(plan)
                 self._announce(plan, fresh)
-        return loss
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -177,6 +185,7 @@ class AdamW(torch.optim.Optimizer):
         self._settle()
         for given in state_dict["param_groups"]:
             _check_hyperparameters({**self.defaults, **given})
+        self.model.runtime.together(Call.EDIT, "optimizer.load_state_dict()", lambda: None)
         steps = import_state(self.param_groups, self._homes, state_dict)
         groups = [{**self.defaults, **given} for given in state_dict["param_groups"]]
         super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
@@ -242,7 +251,9 @@ class AdamW(torch.optim.Optimizer):
         if outcome is not None:  # the device has measured its own meanwhile
             with self.model.runtime.meter.stalled("norm"):
                 total += outcome.receive()
-        return math.sqrt(total) if (total := self.model.runtime.ranks.sum(total)) >= 0 else math.nan
+        if self.model.reducer is not None:
+            total = self.model.reducer.agree(total, str([_settings(group) for group in self.param_groups]))
+        return math.sqrt(total) if total >= 0 else math.nan
 
     def _step_there(self, there: Sequence[ParamHome], scale: float) -> None:
         """A step that the device decides on; its outcome is pending then."""
@@ -299,12 +310,12 @@ class AdamW(torch.optim.Optimizer):
         """Update every group of the plan: on the host with `grad_scale`, on the device as `verdict` says. Returns the
         indices of groups whose copies on the device have been brought up to date already."""
         model = self.model
-        groups = [g for g in model.groups if plan.segments.get(g.index)]
+        groups = [g for g in model.groups if g.index in plan.segments]
         states = {g.index: _state(g, model.grads[g.index].dtype) for g in groups if g.resident}
-        work = [(g, _arrays(g, model.grads[g.index].dtype)) for g in groups if not g.resident]
+        here = [g for g in groups if not g.resident]
+        step = model.new_step()
         scratch = resident.scratch_for(list(states.values()), verdict)
         begun = False
-        fresh: set[int] = set()
 
         def begin() -> None:
             nonlocal begun
@@ -315,31 +326,29 @@ class AdamW(torch.optim.Optimizer):
 
         def update(chunk: pipeline.Chunk, tensors: dict[str, torch.Tensor]) -> None:
             begin()
+            step.alive()
             _update_on_host(within(plan.segments[chunk.group.index], chunk.start, chunk.stop), tensors, grad_scale)
-
-        def updated(group: ParamGroup) -> None:
-            if group.lies_in_memory("param"):  # its copy needs no staging, and may overlap the rest of the step
-                group.refresh()
-                fresh.add(group.index)
 
         model.before_step()
         try:
-            if work:
-                pipeline.run(model.runtime.store, model.runtime.meter, work, update, updated)
+            for part in step.parts(here):
+                work = [(g, _arrays(g, model.grads[g.index].dtype)) for g in part]
+                pipeline.run(model.runtime.store, model.runtime.meter, work, update, step.updated)
             begin()
+            step.finish()
         except BaseException as error:
             model.failure = error if begun else None
             raise
-        return fresh
+        return step.fresh
 
 
 def _arrays(group: ParamGroup, grad_dtype: torch.dtype) -> list[pipeline.Array]:
     has_master = "master" in group.blocks
-    arrays = [pipeline.Array("param", group.dtype, write=True)]
+    arrays = [pipeline.Array("param", group.dtype, write=True, base=group.base("param"))]
     if has_master:
         arrays.append(pipeline.Array("master", torch.float32, write=True))
     arrays += [pipeline.Array(kind, torch.float32, write=True) for kind in STATE_KINDS]
-    return [*arrays, pipeline.Array("grad", grad_dtype, write=False)]
+    return [*arrays, pipeline.Array("grad", grad_dtype, write=False, base=group.base("grad"))]
 
 
 def _state(group: ParamGroup, grad_dtype: torch.dtype) -> resident.State:
@@ -379,6 +388,12 @@ def _update_on_host(segments: list[Segment], tensors: dict[str, torch.Tensor], g
         grad_scale=grad_scale,
         param_out=tensors["param"] if "master" in tensors else None,
     )
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a parameter group an update is made of, but for the parameters."""
+    names = ("lr", "betas", "eps", "weight_decay", "maximize")
+    return {name: str(group[name]) for name in names} | {"parameters": len(group["params"])}
 
 
 def _check_hyperparameters(group: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
-"""The CPU arithmetic of the optimizer: AdamW on flat fp32 state, gradient accumulation, sums of squares.
+"""The CPU arithmetic of the optimizer: AdamW on flat fp32 state, gradient accumulation, means, sums of squares.
 
 Owns the checks of what a caller passes, the scalar constants of an update, and the choice between two backends: the
-native kernels (csrc/adam.h; vector code, own threads, GIL released) and torch with numpy where the extension is not
-built or TIERED_PORTABLE=1 asks for it. This is the only importer of the extension in `optim/`.
+native kernels (csrc/adam.h; vector code, own threads, GIL released) and torch with numpy (portable.py) where the
+extension is not built or TIERED_PORTABLE=1 asks for it. This is the only importer of the extension in `optim/`.
 
 Invariants
 1. An element's result depends on that element's inputs and its segment's numbers alone: bit-equal for any position,
@@ -13,6 +13,7 @@ Invariants
    tensor's start, element i of a block in lane i mod 16, lanes folded as a tree, blocks added in order, all in fp64.
 3. A call that raises has changed nothing. Elements outside every segment are neither read nor written.
 4. NaN stays NaN and infinities propagate; which NaN bit pattern comes out is not promised.
+5. Several Python threads may call at once: each call's result is what it would be alone.
 
 Left to the callers: when to call, clipping (through `grad_scale`), which parameter an element range belongs to, and
 autograd (kernels write through raw addresses: no graph is recorded and no version counter is raised).
@@ -27,18 +28,18 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tiered.errors import ConfigError, UsageError
+from tiered.optim.portable import PortableKernels, State, Update
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the enum DType of csrc/adam.h
-_SUM_BLOCK = 65536  # elements; invariant 2
-_SUM_LANES = 16
-_SCRATCH = 65536  # elements per pass of the portable backend: six such fp32 arrays stay in a core's L2 cache
+_MOST_SOURCES = 64
+_MOST_DIVISOR = 2**24  # fp32 holds every integer up to here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,38 +60,14 @@ class Segment:
     maximize: bool = False
 
 
-class _Update(NamedTuple):
-    """One segment's constants, computed in fp64 as torch does and rounded to fp32 where they meet an element."""
-
-    start: int
-    stop: int
-    grad_scale: float  # sign carries `maximize`
-    decay: float  # 1 - lr * weight_decay
-    lerp: float  # exp_avg' = (lerp_from_grad ? grad : exp_avg) + lerp * (grad - exp_avg)
-    lerp_from_grad: bool
-    beta2: float
-    grad_sq_weight: float  # 1 - beta2
-    bias2_sqrt: float  # sqrt(1 - beta2 ** step)
-    eps: float
-    step_size: float  # lr / (1 - beta1 ** step)
-
-
-class _State(NamedTuple):
-    """The 1-D tensors of one AdamW call; `param_out` may be absent."""
-
-    master: Tensor  # fp32
-    exp_avg: Tensor  # fp32
-    exp_avg_sq: Tensor  # fp32
-    grad: Tensor  # fp32 | bf16 | fp16
-    param_out: Tensor | None  # fp32 | bf16 | fp16
-
-
 class _Backend(Protocol):
     is_native: bool
 
-    def adamw(self, updates: Sequence[_Update], state: _State) -> None: ...
+    def adamw(self, updates: Sequence[Update], state: State) -> None: ...
 
     def accumulate(self, dst: Tensor, src: Tensor, add: bool) -> float: ...
+
+    def average(self, dst: Tensor, sources: Sequence[Tensor], divisor: int, add: bool, threads: int) -> float: ...
 
     def sum_of_squares(self, t: Tensor) -> float: ...
 
@@ -122,7 +99,7 @@ def adamw(
     the right dtype and size, for tensors that overlap in memory, and for segments that are unsorted, overlap, leave
     the tensors, or have step < 1 or a beta outside [0, 1).
     """
-    state = _State(master, exp_avg, exp_avg_sq, grad, param_out)
+    state = State(master, exp_avg, exp_avg_sq, grad, param_out)
     _check_state(state)
     updates = _updates(segments, master.numel(), grad_scale)
     if updates:
@@ -137,14 +114,42 @@ def accumulate(dst: Tensor, src: Tensor, *, add: bool) -> float:
     for tensors of another kind or size, and for two that overlap in memory without being the same.
     """
     _check_tensor("dst", dst, _DTYPE_CODES)
-    _check_tensor("src", src, _DTYPE_CODES)
-    if dst.numel() != src.numel():
-        raise UsageError(f"accumulate: src has {src.numel()} elements, expected {dst.numel()} as in dst")
-    (start, end, _), (src_start, src_end, _) = _span("dst", dst), _span("src", src)
-    same = start == src_start and dst.dtype == src.dtype
-    if not same and src_start < end and start < src_end:
-        raise UsageError("accumulate: dst and src overlap in memory; pass separate tensors (or the same one twice)")
+    _check_source("src", src, dst)
     return _backend.accumulate(dst, src, add)
+
+
+def average(
+    dst: Tensor,  # fp32 | bf16 | fp16 [n], written
+    sources: Sequence[Tensor],  # 1 to 64 of one dtype, fp32 | bf16 | fp16 [n], read
+    divisor: int,
+    *,
+    add: bool,
+    threads: int | None = None,
+) -> float:
+    """`dst += mean` (add=True) or `dst[:] = mean` in one pass, where mean is the sum of `sources` over `divisor`.
+
+    All in fp32, each operation rounded on its own: the sources are added in the order given, the sum is divided, dst
+    is added, and the result is rounded once, to nearest even in dst's dtype. dst may be one of the sources. Returns
+    the fp64 sum of squares of what is now stored in dst, as `accumulate` does; inf and NaN propagate into it.
+    `threads` is this call's number, the caller's included, in place of set_threads'; the portable backend uses torch's.
+
+    Raises UsageError, before anything is touched, for no source or more than 64, a divisor outside 1 .. 2**24,
+    threads < 1, tensors that are not contiguous, allocated 1-D CPU tensors of one size, sources of several dtypes,
+    and a source that overlaps dst in memory without being the same.
+    """
+    _check_tensor("dst", dst, _DTYPE_CODES)
+    if not 1 <= len(sources) <= _MOST_SOURCES:
+        raise UsageError(f"average: got {len(sources)} sources, expected 1 to {_MOST_SOURCES}")
+    for index, source in enumerate(sources):
+        _check_source(f"sources[{index}]", source, dst)
+        if source.dtype != sources[0].dtype:
+            raise UsageError(
+                f"sources[{index}]: got dtype {source.dtype}, expected {sources[0].dtype} as in sources[0]"
+            )
+    if not isinstance(divisor, int) or not 1 <= divisor <= _MOST_DIVISOR:
+        raise UsageError(f"average: got divisor {divisor!r}, expected an integer from 1 to {_MOST_DIVISOR}")
+    _check_threads("average", threads)
+    return _backend.average(dst, sources, divisor, add, _thread_count() if threads is None else threads)
 
 
 def sum_of_squares(t: Tensor) -> float:
@@ -168,8 +173,7 @@ def set_threads(count: int | None) -> None:
     for count < 1. Results do not depend on it.
     """
     global _threads
-    if count is not None and count < 1:
-        raise UsageError(f"set_threads: got {count}, expected at least 1, or None to follow torch.get_num_threads()")
+    _check_threads("set_threads", count)
     _threads = count
 
 
@@ -204,11 +208,27 @@ def _span(name: str, t: Tensor) -> tuple[int, int, str]:
     return address, address + t.numel() * t.element_size(), name
 
 
-def _check_state(state: _State) -> None:
+def _check_source(name: str, src: Tensor, dst: Tensor) -> None:
+    """src can be read while dst is written: it has its size, and lies apart from it or exactly on it."""
+    _check_tensor(name, src, _DTYPE_CODES)
+    if dst.numel() != src.numel():
+        raise UsageError(f"{name} has {src.numel()} elements, expected {dst.numel()} as in dst")
+    (start, end, _), (src_start, src_end, _) = _span("dst", dst), _span(name, src)
+    same = start == src_start and dst.dtype == src.dtype
+    if not same and src_start < end and start < src_end:
+        raise UsageError(f"dst and {name} overlap in memory; pass separate tensors (or the same one twice)")
+
+
+def _check_threads(call: str, count: int | None) -> None:
+    if count is not None and count < 1:
+        raise UsageError(f"{call}: got {count}, expected at least 1 thread, or None")
+
+
+def _check_state(state: State) -> None:
     fp32 = {torch.float32: 0}
     numel = _check_tensor("master", state.master, fp32).numel()
     spans = [_span("master", state.master)]
-    for name, given in zip(_State._fields[1:], state[1:], strict=True):
+    for name, given in zip(State._fields[1:], state[1:], strict=True):
         if given is None and name == "param_out":
             continue
         t = _check_tensor(name, given, _DTYPE_CODES if name in ("grad", "param_out") else fp32)
@@ -221,7 +241,7 @@ def _check_state(state: _State) -> None:
             raise UsageError(f"{name} and {other} overlap in memory, expected separate tensors")
 
 
-def _updates(segments: Sequence[Segment], numel: int, grad_scale: float) -> list[_Update]:
+def _updates(segments: Sequence[Segment], numel: int, grad_scale: float) -> list[Update]:
     updates = []
     floor = 0
     for index, s in enumerate(segments):
@@ -241,10 +261,10 @@ def _updates(segments: Sequence[Segment], numel: int, grad_scale: float) -> list
     return updates
 
 
-def _constants(s: Segment, grad_scale: float) -> _Update:
+def _constants(s: Segment, grad_scale: float) -> Update:
     weight = 1.0 - s.beta1
     lerp_from_grad = not weight < 0.5  # torch.lerp keeps the nearer end exact, and its fused AdamW does the same
-    return _Update(
+    return Update(
         start=s.start,
         stop=s.stop,
         grad_scale=-grad_scale if s.maximize else grad_scale,
@@ -278,7 +298,7 @@ class _NativeKernels:
             raise ConfigError(str(error)) from None
         self._extension = extension
 
-    def adamw(self, updates: Sequence[_Update], state: _State) -> None:
+    def adamw(self, updates: Sequence[Update], state: State) -> None:
         out = state.param_out
         self._extension.adamw(
             updates,
@@ -293,76 +313,14 @@ class _NativeKernels:
         src_array = (src.data_ptr(), _DTYPE_CODES[src.dtype])
         return float(self._extension.accumulate(dst_array, src_array, dst.numel(), add, _thread_count()))
 
+    def average(self, dst: Tensor, sources: Sequence[Tensor], divisor: int, add: bool, threads: int) -> float:
+        dst_array = (dst.data_ptr(), _DTYPE_CODES[dst.dtype])
+        arrays = ([source.data_ptr() for source in sources], _DTYPE_CODES[sources[0].dtype])
+        return float(self._extension.average(dst_array, arrays, dst.numel(), divisor, add, threads))
+
     def sum_of_squares(self, t: Tensor) -> float:
         array = (t.data_ptr(), _DTYPE_CODES[t.dtype])
         return float(self._extension.sum_of_squares(array, t.numel(), _thread_count()))
-
-
-class _PortableKernels:
-    """torch elementwise operations, one rounding each, on cache-sized pieces.
-
-    numpy takes the square root (torch's is MKL's, off by an ulp for 0.6% of inputs) and sums the lanes (its reduction
-    over the outer axis adds row by row, as invariant 2 asks). torch.set_flush_denormal reaches this backend.
-    """
-
-    is_native = False
-
-    @torch.no_grad()
-    def adamw(self, updates: Sequence[_Update], state: _State) -> None:
-        most = max(u.stop - u.start for u in updates)
-        scratch = torch.empty(2, min(_SCRATCH, most), dtype=torch.float32, device="cpu")
-        with np.errstate(all="ignore"):
-            for u in updates:
-                for start in range(u.start, u.stop, _SCRATCH):
-                    piece = slice(start, min(start + _SCRATCH, u.stop))
-                    views = (None if t is None else t[piece] for t in state)
-                    self._update(u, _State._make(views), scratch[:, : piece.stop - start])
-
-    def _update(self, u: _Update, state: _State, scratch: Tensor) -> None:
-        g, tmp = scratch[0], scratch[1]
-        m, v = state.exp_avg, state.exp_avg_sq
-        g.copy_(state.grad).mul_(u.grad_scale)
-        torch.sub(g, m, out=tmp).mul_(u.lerp)
-        torch.add(g if u.lerp_from_grad else m, tmp, out=m)
-        torch.mul(g, u.grad_sq_weight, out=tmp).mul_(g)
-        v.mul_(u.beta2).add_(tmp)
-        np.sqrt(v.numpy(), out=tmp.numpy())
-        tmp.div_(u.bias2_sqrt).add_(u.eps)
-        torch.mul(m, u.step_size, out=g).div_(tmp)
-        state.master.mul_(u.decay).sub_(g)
-        if state.param_out is not None:
-            state.param_out.copy_(state.master)
-
-    @torch.no_grad()
-    def accumulate(self, dst: Tensor, src: Tensor, add: bool) -> float:
-        total = 0.0
-        for start in range(0, dst.numel(), _SUM_BLOCK):
-            piece = slice(start, start + _SUM_BLOCK)
-            stored = dst[piece]
-            if add:
-                stored.copy_(stored.float() + src[piece].float())
-            else:
-                stored.copy_(src[piece])
-            total += self._block_sum(stored)
-        return total
-
-    @torch.no_grad()
-    def sum_of_squares(self, t: Tensor) -> float:
-        total = 0.0
-        for start in range(0, t.numel(), _SUM_BLOCK):
-            total += self._block_sum(t[start : start + _SUM_BLOCK])
-        return total
-
-    def _block_sum(self, block: Tensor) -> float:
-        padded = -(-block.numel() // _SUM_LANES) * _SUM_LANES
-        values = torch.zeros(padded, dtype=torch.float64, device="cpu")  # a zero added to a lane leaves it as it is
-        values[: block.numel()] = block
-        with np.errstate(all="ignore"):
-            lanes = np.add.reduce(values.square_().numpy().reshape(-1, _SUM_LANES), axis=0)
-            while lanes.size > 1:
-                half = lanes.size // 2
-                lanes = lanes[:half] + lanes[half:]
-        return float(lanes[0])
 
 
 def _thread_count() -> int:
@@ -374,11 +332,11 @@ def _choose_backend() -> _Backend:
     if portable not in ("", "0", "1"):
         raise ConfigError(f"TIERED_PORTABLE: got {portable!r}, expected 1 (portable kernels) or 0")
     if portable == "1":
-        return _PortableKernels()
+        return PortableKernels()
     try:
         extension = importlib.import_module("tiered._native")
     except ModuleNotFoundError:  # any other failure to import is a broken build, and is shown
-        return _PortableKernels()
+        return PortableKernels()
     return _NativeKernels(extension)
 
 

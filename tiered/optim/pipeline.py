@@ -33,11 +33,13 @@ _MOST_SLOTS = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Array:
-    """One kind of a group's state as the pipeline sees it."""
+    """One kind of a group's state as the pipeline sees it. Its block may hold more than this rank's shard, which starts
+    at element `base`: then it is in memory."""
 
     kind: str
     dtype: torch.dtype
     write: bool
+    base: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -164,7 +166,8 @@ class _Slots:
             low, high = chunk.start * array.dtype.itemsize, chunk.stop * array.dtype.itemsize
             if array.kind not in staged:
                 memory = chunk.group.memory_of(array.kind)
-                filled.tensors[array.kind] = memory.view(array.dtype, chunk.start, chunk.stop)
+                start, stop = array.base + chunk.start, array.base + chunk.stop
+                filled.tensors[array.kind] = memory.view(array.dtype, start, stop)
                 continue
             slot = _present(filled.slot)
             filled.places[array.kind] = end
@@ -191,9 +194,10 @@ class _Slots:
             if array.kind in filled.places:
                 place = filled.places[array.kind]
                 tickets.append(self._store.write(block, _present(filled.slot), at=place, offset=low, nbytes=high - low))
-            elif block.home is Tier.NVME and not self._store.resident(block):
-                memory = chunk.group.memory_of(array.kind)  # a group that is present on the device
-                tickets.append(self._store.write(block, memory, at=low, offset=low, nbytes=high - low))
+            elif block.home is Tier.NVME and not chunk.group.whole(array.kind):
+                memory = chunk.group.memory_of(array.kind)
+                if memory is not block.memory:  # a group that is present on the device
+                    tickets.append(self._store.write(block, memory, at=low, offset=low, nbytes=high - low))
         self._tickets += tickets
         filled.tensors.clear()
         if filled.slot is not None:

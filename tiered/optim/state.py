@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tiered.errors import UsageError
+from tiered.zero import truth
 from tiered.zero.home import ParamHome
 from tiered.zero.model import STATE_KINDS
 
@@ -23,7 +24,7 @@ def export_state(
     for position, param in _enumerate(param_groups):
         if steps.get(id(param)):
             home = homes[id(param)]
-            moments = {kind: home.group.values(home.slot, kind) for kind in STATE_KINDS}
+            moments = {kind: truth.values(home.group, home.slot, kind, home.name) for kind in STATE_KINDS}
             step = torch.tensor(float(steps[id(param)]), dtype=torch.float32, device="cpu")
             state[position] = {"step": step, **moments}
     return state
@@ -57,7 +58,7 @@ def import_state(
         if entry:
             home.model.start_training(home.group)
             for kind in STATE_KINDS:
-                home.group.set_values(home.slot, kind, entry[kind])
+                truth.set_values(home.group, home.slot, kind, entry[kind])
             steps[id(params[position])] = int(entry["step"])
     return steps
 

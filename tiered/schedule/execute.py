@@ -68,13 +68,12 @@ class Room(Protocol):
 class Executor:
     """Runs the plan for one model's pages."""
 
-    def __init__(self, pages: Sequence[Page], room: Room, meter: Meter, *, ahead: bool, stale: bool) -> None:
-        """`ahead`: fetch before use and keep after it. `stale`: a step changes what pages are copies of."""
+    def __init__(self, pages: Sequence[Page], room: Room, meter: Meter, *, stale: bool) -> None:
+        """`stale`: a step changes what pages are copies of."""
         self._pages = {page.index: page for page in pages if page.nbytes}
         self._sizes = {index: page.nbytes for index, page in self._pages.items()}
         self._room = room
         self._meter = meter
-        self._ahead = ahead
         self._stale = stale
         self._trace = Trace()
         self._recent: dict[int, None] = {}  # present pages, least recently used first
@@ -95,15 +94,12 @@ class Executor:
             try:
                 page.begin_fetch()
             except MemoryError:  # the device has less than its budget says, or staging is scarce: what only hints goes
-                if not self._ahead:  # nothing does
-                    raise
                 self.clear()
                 page.begin_fetch()
         self._recent.pop(page.index, None)
         self._recent[page.index] = None  # before the wait: interrupted there, it can still be evicted
         page.wait()
-        if self._ahead:
-            self._fetch_ahead(page)
+        self._fetch_ahead(page)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -126,8 +122,6 @@ class Executor:
         there = page.present and page.index not in self._coming
         if page.nbytes and (page.index != self._current or not there):
             self.use(page, phase)
-            if not self._ahead:
-                self._evict(i for i in list(self._recent) if i != page.index)
 
     def poll(self) -> None:
         """Complete the fetches that have arrived, so that what carried them is given back."""
@@ -138,8 +132,7 @@ class Executor:
         self.poll()
         self._current = -1
         self._trace.observe(Use(-1, Phase.STEP))
-        if self._ahead:
-            self._fetch_ahead()
+        self._fetch_ahead()
 
     def expect(self, page: Page) -> None:
         """`page` is on its way without having been asked for."""

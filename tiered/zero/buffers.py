@@ -1,13 +1,17 @@
 """The user's buffers (running statistics, masks, tables) go to the device with the model, and come back with it.
 
-They are small, used whole, and no parameter: they stay ordinary tensors in the module's own `_buffers`. Invariant: a
-buffer that two modules share is one tensor on the device too.
+They are small, used whole, and no parameter: they stay ordinary tensors in the module's own `_buffers`. Invariants:
+1. A buffer that two modules share is one tensor on the device too.
+2. With several ranks they are rank 0's on every rank whenever ranks have met (torch's DistributedDataParallel gives
+   them out before each forward instead; a forward finds the same values either way).
 """
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+
+from tiered.zero.collectives import Ranks
 
 
 def move(module: nn.Module, device: torch.device) -> None:
@@ -17,3 +21,33 @@ def move(module: nn.Module, device: torch.device) -> None:
         for name, buffer in holder._buffers.items():
             if buffer is not None and buffer.device != device:
                 holder._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
+
+
+class SharedBuffers:
+    """The buffers of one model on several ranks; see invariant 2."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._known: dict[str, tuple[int, int]] = {}  # by name: which tensor, at which version, when ranks met
+
+    def share(self, ranks: Ranks, *, all_: bool = False) -> None:
+        """Give every rank what has changed on any, or all buffers, as rank 0 has it; on every rank."""
+        found = dict(self._module.named_buffers())
+        changed = [all_ or self._changed(name, buffer) for name, buffer in found.items()]
+        if changed and any(united := ranks.any(changed)):
+            with torch.no_grad():
+                for (name, buffer), shared in zip(found.items(), united, strict=True):
+                    if shared:
+                        value = buffer.to("cpu", copy=True).contiguous()
+                        ranks.broadcast(value)
+                        if ranks.rank:
+                            buffer.copy_(value)
+                        self._known[name] = id(buffer), buffer._version
+
+    def _changed(self, name: str, buffer: torch.Tensor) -> bool:
+        """A norm's own kernels update its statistics without a trace, so those count as changed."""
+        holder = self._module.get_submodule(name.rpartition(".")[0])
+        return bool(getattr(holder, "track_running_stats", False)) or self._known.get(name) != (
+            id(buffer),
+            buffer._version,
+        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from tiered.device.host import give_back_freed
 from tiered.errors import UsageError
 from tiered.store.store import WINDOW_BYTES
 from tiered.store.tier import Tier
-from tiered.zero import buffers, residence, statedict
+from tiered.zero import buffers, initial, residence, statedict
 from tiered.zero.grads import GroupGrads, Kernels
 from tiered.zero.group import ParamGroup
 from tiered.zero.guard import ATTRIBUTE, GuardedParameter
@@ -28,7 +28,8 @@ from tiered.zero.model import MODEL_ATTRIBUTE, STATE_KINDS, ShardedModel, as_sha
 from tiered.zero.partition import ShardSpec, UnitPlan, find_units, layout
 from tiered.zero.placing import GroupSizes, Placement
 from tiered.zero.resident import ResidentGrads
-from tiered.zero.runtime import Runtime
+from tiered.zero.runtime import Runtime, partitions
+from tiered.zero.shared import PartitionedGrads, SharedGrads, WholeGrads
 from tiered.zero.unit import Unit
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,6 +44,7 @@ class GroupPlan:
     def __init__(
         self, index: int, name: str, params: list[nn.Parameter], dtype: torch.dtype, config: Config, ranks: int
     ) -> None:
+        self._stage, self._ranks = config.stage, ranks
         self.index = index
         self.name = name
         self.params = params
@@ -53,13 +55,27 @@ class GroupPlan:
 
     def sizes(self) -> GroupSizes:
         """Bytes of every block."""
-        numel = self.spec.shard_numel
-        shard = {"param": numel * self.dtype.itemsize}
+        blocks = {"param": self._numel("param") * self.dtype.itemsize}
+        grad = self._numel("grad") * self.grad_dtype.itemsize
         if self.trains:
-            shard |= {"grad": numel * self.grad_dtype.itemsize, **dict.fromkeys(STATE_KINDS, numel * 4)}
+            blocks |= {"grad": grad, **{kind: self._numel(kind) * 4 for kind in STATE_KINDS}}
         if self.has_master:
-            shard["master"] = numel * 4
-        return GroupSizes(self.index, self.spec.numel * self.dtype.itemsize, shard, numel)
+            blocks["master"] = self._numel("master") * 4
+        whole = frozenset(kind for kind in ("param", "grad") if self._ranks > 1 and not self._partitions(kind))
+        return GroupSizes(
+            index=self.index,
+            gathered=self.spec.numel * self.dtype.itemsize,
+            gradient=self.spec.numel * self.grad_dtype.itemsize,
+            shard=blocks,
+            numel=self.spec.shard_numel,
+            whole=whole,
+        )
+
+    def _numel(self, kind: str) -> int:
+        return self.spec.shard_numel if self._partitions(kind) else self.spec.numel
+
+    def _partitions(self, kind: str) -> bool:
+        return partitions(kind, self._stage, self._ranks)
 
     @property
     def has_master(self) -> bool:
@@ -115,9 +131,13 @@ def build(
     plans: tuple[list[UnitPlan], list[GroupPlan]],
     placement: Placement,
     kernels: Kernels,
+    ready: Callable[[], None],
 ) -> ShardedModel:
     """Move the module's parameters into the store and take the module over. On failure nothing stays behind in the
-    store; parameters already moved are given back."""
+    store; parameters already moved are given back, unless other ranks have their shards.
+
+    ready: called when all there is to be taken of memory and drives has been, and the module is still untouched.
+    """
     units, group_plans = plans
     groups = [ParamGroup(p.index, p.name, p.params, p.spec, runtime) for p in group_plans]
     for group, plan in zip(groups, group_plans, strict=True):
@@ -128,11 +148,13 @@ def build(
                 residence.add_block(group, kind, nbytes, placement.homes[plan.index, kind])
                 group.blocks[kind].next_use = plan.index  # a step goes through the groups in order
     model = ShardedModel(module, config, runtime, groups, placement, kernels)
-    model.grads = [
-        (ResidentGrads if g.resident else GroupGrads)(g, p.grad_dtype, kernels, model.departures)
-        for g, p in zip(groups, group_plans, strict=True)
-    ]
+    model.grads = [_grads(model, g, p.grad_dtype) for g, p in zip(groups, group_plans, strict=True)]
+    ready()
     try:
+        if model.reducer is not None and runtime.traffic is not None:
+            runtime.traffic.start(groups)
+            model.reducer.start([grads for grads in model.grads if isinstance(grads, SharedGrads)])
+            initial.equalize(module, groups, runtime, refuse=config.initial_values == "equal")
         _fill_and_take(model, group_plans)
         _install(model, units)
         for group in groups:
@@ -141,9 +163,16 @@ def build(
                 model.executor.expect(group)
     except BaseException:
         with contextlib.suppress(Exception):  # what went wrong first is what the user must see
-            model.close(keep_weights=True)
+            model.close(keep_weights=not runtime.several)
         raise
     return model
+
+
+def _grads(model: ShardedModel, group: ParamGroup, dtype: torch.dtype) -> GroupGrads:
+    if model.reducer is not None:
+        shared = PartitionedGrads if model.runtime.partitions("grad") else WholeGrads
+        return shared(group, dtype, model.kernels, model.departures, model.reducer)
+    return (ResidentGrads if group.resident else GroupGrads)(group, dtype, model.kernels, model.departures)
 
 
 def _check(name: str, param: nn.Parameter) -> None:
@@ -172,15 +201,18 @@ def _check_memory(module: nn.Module) -> None:
     names = {name for name, _ in module.named_parameters()}
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, param in itertools.chain(module.named_parameters(), module.named_buffers()):
-        if ATTRIBUTE in param.__dict__ or not param.numel() or param.layout is not torch.strided or param.is_meta:
-            continue  # among them those under construction: alone in their storage
+        if not param.numel() or param.layout is not torch.strided or param.is_meta:
+            continue
         start = int(param.storage_offset())
         extent = 1 + int(sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True)))
         if extent < param.numel() and isinstance(param, nn.Parameter):
             raise UsageError(
                 f"parameter '{name}' repeats its memory (expanded?): give it memory of its own, clone() it"
             )
-        spans.setdefault(param.untyped_storage()._cdata, []).append((start, start + extent, name))
+        with torch._C.DisableTorchFunctionSubclass():  # of those that are parked none but the viewed have any memory
+            storage = param.untyped_storage()
+        if storage.nbytes():
+            spans.setdefault(storage._cdata, []).append((start, start + extent, name))
     for found in spans.values():
         found.sort()
         for (_, end, first), (start, _, second) in itertools.pairwise(found):
@@ -194,6 +226,8 @@ def _check_memory(module: nn.Module) -> None:
 def _fill_and_take(model: ShardedModel, plans: Sequence[GroupPlan]) -> None:
     names = {id(p): name for name, p in model.module.named_parameters()}
     for group, plan in zip(model.groups, plans, strict=True):
+        if group.runtime.several:
+            initial.take(group.params)
         dtypes = [p.dtype for p in group.params]
         for kind in ("param", "master"):
             if kind in group.blocks:
@@ -203,14 +237,14 @@ def _fill_and_take(model: ShardedModel, plans: Sequence[GroupPlan]) -> None:
 
 
 def _fill(group: ParamGroup, kind: str, dtype: torch.dtype) -> None:
-    """Write this rank's shard of one block from the parameters' own values, a window at a time."""
-    store, block, spec = group.runtime.store, group.blocks[kind], group.spec
-    base = group.runtime.ranks.rank * spec.shard_numel
+    """Write what this rank has of one block from the parameters' own values, a window at a time."""
+    store, block = group.runtime.store, group.blocks[kind]
+    base, end = group.span(kind)
     step = WINDOW_BYTES // dtype.itemsize
     staging = store.staging(min(WINDOW_BYTES, block.nbytes), f"filling group '{group.name}'")
     try:
-        for start in range(base, base + spec.shard_numel, step):
-            stop = min(start + step, base + spec.shard_numel)
+        for start in range(base, end, step):
+            stop = min(start + step, end)
             _compose(group, staging.view(dtype, 0, stop - start), start)
             offset, nbytes = (start - base) * dtype.itemsize, (stop - start) * dtype.itemsize
             if block.home is Tier.DEVICE:
@@ -229,15 +263,7 @@ def _compose(group: ParamGroup, window: torch.Tensor, start: int) -> None:
     for param, slot in zip(group.params, group.spec.slots, strict=True):
         low, high = max(start, slot.start), min(stop, slot.stop)
         if low < high:
-            window[low - start : high - start] = _flat(param)[low - slot.start : high - slot.start]
-
-
-def _flat(param: nn.Parameter) -> torch.Tensor:
-    """The values as one row: a view where the parameter is contiguous. A parked parameter is brought in."""
-    home: Any = param.__dict__.get(ATTRIBUTE)
-    if home is not None:
-        home.bring_in()
-    return param.detach().reshape(-1)
+            window[low - start : high - start] = initial.flat(param)[low - slot.start : high - slot.start]
 
 
 def _take(model: ShardedModel, group: ParamGroup, dtypes: Sequence[torch.dtype], names: dict[int, str]) -> None:
@@ -266,7 +292,7 @@ def _install(model: ShardedModel, plans: list[UnitPlan]) -> None:
     for plan in plans:
         groups = {of_param[id(p)].index: of_param[id(p)] for p in (*plan.params, *plan.borrowed)}
         unit = Unit(plan.name, plan.module, list(groups.values()))
-        unit.holds = not plan.name and model.runtime.ranks.size > 1
+        unit.reducer = model.reducer
         if not plan.name:
             unit.input_dtype = model.config.precision.param_dtype if model.config.precision.cast_inputs else None
             unit.input_device = None if device.type == "cpu" else device

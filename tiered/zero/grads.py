@@ -9,18 +9,17 @@ Invariants:
 1. A first gradient replaces, later ones add: whether a parameter has one is a flag of this class and of nothing else.
 2. `sums[i]` is the sum of squares of what the block holds for parameter i, or None where it has to be measured again.
 3. A gradient never leaves the device in a wider dtype than it is accumulated in: it is rounded first, wherever it is.
-4. With several ranks, what `arrive` collects is this rank's full gradient; `reduce` turns it into the shard's.
+With several ranks, `zero.reduced` has what differs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from tiered.device.memory import Memory
 from tiered.errors import UsageError
 from tiered.store.block import Block
 from tiered.zero.group import ParamGroup
@@ -34,10 +33,12 @@ class Kernels:
     """The arithmetic on gradients in host memory; 1-D tensors of equal sizes.
 
     accumulate(dst, src, add): dst = src or dst += src; returns the sum of squares of the result.
+    average(dst, sources, divisor, add): dst = or += the sum of `sources` over `divisor`; returns the same.
     """
 
     accumulate: Callable[[torch.Tensor, torch.Tensor, bool], float]
     sum_of_squares: Callable[[torch.Tensor], float]
+    average: Callable[[torch.Tensor, Sequence[torch.Tensor], int, bool], float]
 
 
 class GroupGrads:
@@ -50,12 +51,10 @@ class GroupGrads:
         self.sums: list[float | None] = [None] * len(group.params)
         self._kernels = kernels
         self._departures = departures
-        self._whole: Memory | None = None  # several ranks: this backward's full gradient, not reduced yet
-        self._arrived = [False] * len(group.params)
 
     @property
     def block(self) -> Block:
-        """The block that holds this rank's shard of the gradients."""
+        """The block that holds the gradients, or this rank's shard of them."""
         return self.group.blocks["grad"]
 
     def arrive(self, position: int, grad: torch.Tensor) -> None:
@@ -93,10 +92,6 @@ class GroupGrads:
         """What a gradient of one parameter goes to (1-D, host memory, pinned until `end`), and whether it is added to
         what is there or replaces it. From now on the parameter has a gradient."""
         slot, store = self.group.spec.slots[position], self.group.runtime.store
-        if self.group.runtime.ranks.size > 1:
-            target = self._whole_memory().view(self.dtype, slot.start, slot.stop)
-            add, self._arrived[position] = self._arrived[position], True
-            return target, add
         memory = store.acquire(self.block, fresh=not any(self.present))
         add, self.present[position] = self.present[position], True
         self.sums[position] = None
@@ -108,15 +103,11 @@ class GroupGrads:
 
     def end(self, position: int, total: float) -> None:
         """The gradient begun is in place; `total` is the sum of squares of what is there now."""
-        if self.group.runtime.ranks.size == 1:
-            self.group.runtime.store.release(self.block, dirty=True)
-            self.sums[position] = total
+        self.group.runtime.store.release(self.block, dirty=True)
+        self.sums[position] = total
 
     def undo(self, position: int, had: bool) -> None:
         """The gradient begun does not come; `had`: there was one before."""
-        if self.group.runtime.ranks.size > 1:
-            self._arrived[position] = had
-            return
         self.group.runtime.store.release(self.block, dirty=True)
         self.present[position] = had
 
@@ -124,46 +115,9 @@ class GroupGrads:
         """Wait for the gradients on their way, and add them."""
         self._departures.drain()
 
-    # --- several ranks ---
-
-    @property
-    def arrived(self) -> list[bool]:
-        """Which parameters have a gradient of this backward."""
-        return self._arrived
-
-    def reduce(self, arrived: list[bool]) -> None:
-        """Average this backward's gradients over the ranks into the shard. `arrived`: those any rank has."""
-        store = self.group.runtime.store
-        memory = self._whole_memory()
-        shard = self._reduced(memory)
-        with store.pinned(self.block, fresh=not any(self.present), dirty=True) as home:
-            self._take_in(home.view(self.dtype), shard, arrived)
-        self._arrived = [False] * len(self._arrived)
-        self._whole = None
-        del shard
-        store.unstage(memory)
-
-    def _reduced(self, memory: Memory) -> torch.Tensor:
-        """The mean over ranks of this rank's slice of a whole gradient, in host memory; uses `memory` up."""
-        runtime = self.group.runtime
-        flat = memory.view(self.dtype)
-        if runtime.device.in_place:
-            return runtime.ranks.reduce_scatter(flat)
-        with runtime.loan(memory.nbytes, "a gradient that is reduced") as buffer:
-            there = buffer.view(self.dtype)
-            runtime.device.order(runtime.device.copy_in(there, flat))
-            shard = runtime.ranks.reduce_scatter(there)
-            here = flat[: shard.numel()]
-            runtime.device.copy_out(here, shard).wait()
-        return here
-
-    def _take_in(self, target: torch.Tensor, shard: torch.Tensor, arrived: list[bool]) -> None:
-        for position, slot in enumerate(self.group.spec.slots):
-            if arrived[position]:
-                part = slice(*self.group.spec.owned_shard(slot, self.group.runtime.ranks.rank))
-                add = self.present[position]
-                self.sums[position] = self._kernels.accumulate(target[part], shard[part].contiguous(), add)
-                self.present[position] = True
+    def abandon(self) -> None:
+        """The model is closed: nothing of the gradients is wanted any more."""
+        return None
 
     # --- the user's view ---
 
@@ -171,8 +125,6 @@ class GroupGrads:
         """The accumulated gradient of one parameter, as a view of the truth, or None."""
         if not self.present[position]:
             return None
-        if self.group.runtime.ranks.size > 1:
-            raise UsageError("reading p.grad with several ranks is not supported: gradients are sharded")
         slot = self.group.spec.slots[position]
         with self.group.runtime.store.pinned(self.block, dirty=True) as memory:
             self.sums[position] = None
@@ -183,8 +135,6 @@ class GroupGrads:
         self.drain()
         self.present[position] = False
         self.sums[position] = None
-        if grad is None:
-            self._unarrive(position)
         if grad is not None:
             flat = self.group.runtime.device.to_host(grad.detach()).reshape(-1)
             self.add(position, flat.to(self.dtype) if flat.element_size() > self.dtype.itemsize else flat)
@@ -195,9 +145,8 @@ class GroupGrads:
         """Set one parameter's gradient to zero, if it has one."""
         self.drain()
         if self.present[position]:
-            start, stop = self.group.spec.owned_shard(self.group.spec.slots[position], self.group.runtime.ranks.rank)
             with self.group.runtime.store.pinned(self.block, dirty=True) as memory:
-                memory.view(self.dtype, start, stop).zero_()
+                memory.view(self.dtype, *self._held(position)).zero_()
             self.sums[position] = None
 
     def sum_of_squares(self, position: int) -> float:
@@ -205,27 +154,13 @@ class GroupGrads:
         known = self.sums[position]
         viewed = self.block.memory is not None and self.block.memory.exported()  # and may have been edited since
         if known is None or viewed:
-            start, stop = self.group.spec.owned_shard(self.group.spec.slots[position], self.group.runtime.ranks.rank)
             with self.group.runtime.store.pinned(self.block) as memory:
-                known = self._kernels.sum_of_squares(memory.view(self.dtype, start, stop))
+                known = self._kernels.sum_of_squares(memory.view(self.dtype, *self._held(position)))
             self.sums[position] = None if viewed else known
         return known
 
-    # --- inside ---
-
-    def _unarrive(self, position: int) -> None:
-        """Forget what a backward that was not finished has left."""
-        if self._whole is not None and self._arrived[position]:
-            slot = self.group.spec.slots[position]
-            self._whole.view(self.dtype, slot.start, slot.stop).zero_()  # other ranks may have one to add to it
-        self._arrived[position] = False
-        if self._whole is not None and not any(self._arrived):
-            memory, self._whole = self._whole, None
-            self.group.runtime.store.unstage(memory)
-
-    def _whole_memory(self) -> Memory:
-        if self._whole is None:
-            nbytes = self.group.spec.numel * self.dtype.itemsize
-            what = f"the gradients of group '{self.group.name}'"
-            self._whole = self.group.runtime.store.staging(nbytes, what, zeros=True)
-        return self._whole
+    def _held(self, position: int) -> tuple[int, int]:
+        """Elements of the block that are one parameter's gradient, of this rank's shard."""
+        group = self.group
+        start, stop = group.spec.owned_shard(group.spec.slots[position], group.runtime.ranks.rank)
+        return start + group.base("grad"), stop + group.base("grad")

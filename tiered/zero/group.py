@@ -3,13 +3,14 @@
     SHARDED --begin_fetch--> GATHERING --wait--> UNSHARDED --drop--> SHARDED
 
 The group's parameters view one flat buffer of one storage for life; its contents come and go. The truth is in the
-store: the `param` block (this rank's shard, compute dtype) and, where the compute dtype is not fp32, the fp32 `master`
-block.
+store: the `param` block (compute dtype) and, where the compute dtype is not fp32, the fp32 `master` block. Each holds
+this rank's shard of the group, or the whole of it where the stage does not partition that kind (`span`).
 
 Invariants:
 1. Inside `opened` and `computing` the values are present and pinned. Only inside `computing` are the parameters plain.
 2. Values edited by the user (in place, or through a view that outlived its operation) are absorbed into the truth
-   before they are dropped, before a step, and before they are read from the truth.
+   before they are dropped, before a step, and before they are read from the truth. With several ranks an edit in place
+   is a call that all of them make, and is absorbed when its scope ends.
 3. Where the shard's home can compute (host memory `in_place`; the device itself) the buffer is the block: the group
    never moves, and `nbytes` is 0.
 4. `wait` makes the compute stream wait for a copy, and the caller only for what a stream cannot wait for: a drive. The
@@ -36,11 +37,13 @@ from tiered.schedule.trace import Phase
 from tiered.store.block import Block, BlockKey
 from tiered.store.store import WINDOW_BYTES
 from tiered.store.tier import Tier
-from tiered.zero import graph
+from tiered.zero import graph, truth
+from tiered.zero.agreement import Call
 from tiered.zero.guard import guard, home_of, present
-from tiered.zero.partition import ShardSpec, Slot
+from tiered.zero.partition import ShardSpec
 from tiered.zero.passage import Passage, host_memory
 from tiered.zero.runtime import Runtime
+from tiered.zero.traffic import Gathering
 
 if TYPE_CHECKING:
     from tiered.schedule.execute import Executor
@@ -78,10 +81,12 @@ class ParamGroup:
         self.edited = False
         self._state = GroupState.SHARDED
         self._pins = 0
-        self._held = False
+        self._scopes = 0  # those in which values are present
+        self._written = False  # in a scope that has not ended yet
         self._computing = 0
         self._versions: list[int] = []
         self._passage: Passage | None = None
+        self._gathering: Gathering | None = None  # with several ranks, beside the passage
         self._buffer: Buffer | None = None
         self._disowned = False
 
@@ -95,7 +100,7 @@ class ParamGroup:
         runtime = self.runtime
         self.dtype = dtype
         size = self.spec.numel * dtype.itemsize
-        shard = self.spec.shard_numel * dtype.itemsize
+        start, stop = self.span("param")
         self._buffer = runtime.device.allocate(size)
         stays = home is Tier.DEVICE or (runtime.in_place and home is Tier.HOST)
         if stays:
@@ -106,7 +111,9 @@ class ParamGroup:
             self._move(GroupState.UNSHARDED)
         self.nbytes = 0 if stays else page_ceil(size)
         key = BlockKey(self.index, "param")
-        self.blocks["param"] = runtime.store.create(key, shard, home, memory=self._buffer if stays else None)
+        self.blocks["param"] = runtime.store.create(
+            key, (stop - start) * dtype.itemsize, home, memory=self._buffer if stays else None
+        )
         if sticky and not stays:
             self._pins = 1
 
@@ -142,9 +149,7 @@ class ParamGroup:
     @property
     def evictable(self) -> bool:
         free = self.nbytes > 0 and self.present and not self._pins
-        # with several ranks all must agree, so a view decides only whether the memory goes, not whether the group does;
-        # what is on its way has no user but what carries it
-        return free and (self.runtime.ranks.size > 1 or self._passage is not None or not self.buffer.exported())
+        return free and (self._passage is not None or not self.buffer.exported())  # on its way: only what carries it
 
     def begin_fetch(self) -> None:
         """Charge the device budget and start gathering into the buffer."""
@@ -152,11 +157,18 @@ class ParamGroup:
             self.runtime.budget.charge(self.nbytes, f"group '{self.name}'")
             try:
                 self.runtime.device.commit(self.buffer)
-                self._passage = Passage(self.runtime, self.blocks["param"], self.buffer)
+                self._passage = passage = Passage(self.runtime, self.blocks["param"], self.buffer)
             except BaseException:
                 self._give_back()
                 raise
             self._move(GroupState.GATHERING)
+            if self.runtime.traffic is not None and self.runtime.partitions("param"):
+                try:
+                    self._gathering = self.runtime.traffic.gather(self, passage)
+                except BaseException:
+                    self.wait()
+                    self._away()
+                    raise
 
     def wait(self) -> None:
         """Compute given from now on finds the group there. Raises what gathering raised; then it is sharded again."""
@@ -164,12 +176,15 @@ class ParamGroup:
         if passage is None:
             return
         passage.settle()
+        if self._gathering is not None:
+            self._gathering.settle()
         with uninterrupted():
+            gathering, self._gathering = self._gathering, None
             self._passage = None
             try:
                 passage.arrive()
-                if self.runtime.ranks.size > 1:
-                    self.runtime.ranks.all_gather(self.buffer.view(self.dtype))
+                if gathering is not None:
+                    gathering.arrive()
             except BaseException:
                 self._away()
                 raise
@@ -177,7 +192,8 @@ class ParamGroup:
 
     def poll(self) -> bool:
         """Complete gathering if all has arrived; True once nothing is in flight. A failure shows at the next use."""
-        if self._passage is not None and self._passage.over():
+        gathered = self._gathering is None or self._gathering.over()
+        if self._passage is not None and gathered and self._passage.over():
             with contextlib.suppress(Exception):
                 self.wait()
         return self._passage is None
@@ -192,15 +208,30 @@ class ParamGroup:
 
     @contextlib.contextmanager
     def opened(self, phase: Phase) -> Iterator[None]:
-        """Present and pinned inside; the parameters stay guarded. Raises UsageError while another thread is inside."""
+        """Present and pinned inside; the parameters stay guarded. Raises UsageError while another thread is inside,
+        RankError where other ranks have not edited what was edited here."""
         with self._entered():
             try:
                 self._pins += 1
+                self._scopes += 1
                 self._use(phase)
                 yield
             finally:
                 self._pins -= 1
+                self._scopes -= 1
                 self.edited |= self._copied and self.buffer.exported()
+            if self._written and not self._scopes:
+                self._share_edit()
+
+    def note_write(self) -> None:
+        """Values have been changed in place."""
+        self.edited = True
+        self._written = self.runtime.several
+
+    def excuse_writes(self) -> None:
+        """What has been written inside the present scope is seen to by the caller."""
+        self._written = False
+        self._versions = [p._version for p in self.params]
 
     @contextlib.contextmanager
     def computing(self, phase: Phase) -> Iterator[None]:
@@ -217,7 +248,8 @@ class ParamGroup:
             finally:
                 self._computing -= 1
                 if not self._computing:
-                    self.edited |= self._versions != [p._version for p in self.params]
+                    if self._versions != [p._version for p in self.params]:
+                        self.note_write()
                     for param in self.params:
                         guard(param)
                         home_of(param).trainable()
@@ -226,18 +258,6 @@ class ParamGroup:
     def in_use(self) -> bool:
         """A forward or a `gather` has its parameters now."""
         return self._computing > 0
-
-    def hold(self) -> None:
-        """Keep the present group until `let_go`: what ranks use differently in backward must not be gathered there."""
-        if not self._held:
-            self._held = True
-            self._pins += 1
-
-    def let_go(self) -> None:
-        """Undo `hold`."""
-        if self._held:
-            self._held = False
-            self._pins -= 1
 
     def storage_for_backward(self) -> torch.UntypedStorage:
         """The buffer's storage, its values present: what a saved parameter is a note of."""
@@ -255,20 +275,32 @@ class ParamGroup:
 
     # --- the truth ---
 
+    def span(self, kind: str) -> tuple[int, int]:
+        """Elements [start, stop) of the group that this rank's block of a kind holds."""
+        whole = 0, self.spec.numel
+        return self.spec.shard(self.runtime.ranks.rank) if self.runtime.partitions(kind) else whole
+
+    def base(self, kind: str) -> int:
+        """Where this rank's shard starts in its block of a kind, in elements."""
+        return self.spec.shard(self.runtime.ranks.rank)[0] - self.span(kind)[0]
+
+    def whole(self, kind: str) -> bool:
+        """This rank's block of a kind holds other ranks' shards too."""
+        return self.runtime.several and not self.runtime.partitions(kind)
+
     def absorb(self) -> None:
         """Bring what the user edited in the buffer into the store: `param`, and `master` where the two differ."""
         if not self.edited or self._state is not GroupState.UNSHARDED:  # what is on its way cannot have been edited
             return
         self.edited = self.buffer.exported()  # a view that is still out may edit again
-        base = self.runtime.ranks.rank * self.spec.shard_numel
-        step = WINDOW_BYTES // self.dtype.itemsize
-        for start in range(0, self.spec.shard_numel, step):
-            part = torch.empty(min(step, self.spec.shard_numel - start), dtype=self.dtype, device="cpu")
-            self.buffer.read(part.view(torch.uint8), (base + start) * self.dtype.itemsize)
-            if self.nbytes:
-                self.runtime.store.patch(self.blocks["param"], part.view(torch.uint8), start * self.dtype.itemsize)
-            if "master" in self.blocks:
-                self._absorb_master(part, start)
+        for kind in ("param", "master") if self.nbytes else ("master",):
+            if kind in self.blocks:
+                base, end = self.span(kind)
+                step = WINDOW_BYTES // self.dtype.itemsize
+                for start in range(base, end, step):
+                    part = torch.empty(min(step, end - start), dtype=self.dtype, device="cpu")
+                    self.buffer.read(part.view(torch.uint8), start * self.dtype.itemsize)
+                    truth.absorb(self, kind, part, start - base)
 
     def refresh(self) -> None:
         """The truth has changed, so a copy of it on the device is stale: gather it anew, which is a hint unless it must
@@ -276,38 +308,15 @@ class ParamGroup:
         if self.runtime.in_place or not self.nbytes or not self.present:
             return
         self.wait()
-        viewed = self.runtime.ranks.size == 1 and self.buffer.exported()
+        viewed = self.buffer.exported()
         self._away()
-        if viewed or self._pins or self.runtime.ranks.size == 1:
-            # no memory, of a budget or of the device: it comes when it is used; but a view must not show old values
-            with contextlib.suppress(*(() if viewed else (MemoryError,))):
-                self.begin_fetch()
-                if self.executor is not None:
-                    self.executor.expect(self)
+        # no memory, of a budget or of the device: it comes when it is used; but a view must not show old values
+        with contextlib.suppress(*(() if viewed else (MemoryError,))):
+            self.begin_fetch()
+            if self.executor is not None:
+                self.executor.expect(self)
         if viewed:
             self.wait()
-
-    def values(self, slot: Slot, kind: str) -> torch.Tensor:
-        """A copy of one parameter's elements of a block: `slot.shape`, the block's dtype; gathered from every rank."""
-        dtype = self.dtype if kind == "param" else torch.float32
-        full = torch.zeros(slot.numel, dtype=dtype, device="cpu")
-        start, stop = self.spec.owned(slot, self.runtime.ranks.rank)
-        if start < stop:
-            offset = (start - self.runtime.ranks.rank * self.spec.shard_numel) * dtype.itemsize
-            part = full[start - slot.start : stop - slot.start]
-            self.runtime.store.load(self.blocks[kind], part.view(torch.uint8), offset)
-        self.runtime.ranks.fill(full)
-        return full.view(slot.shape)
-
-    def set_values(self, slot: Slot, kind: str, value: torch.Tensor) -> None:
-        """Replace one parameter's elements of a block (this rank's part of them)."""
-        dtype = self.dtype if kind == "param" else torch.float32
-        start, stop = self.spec.owned(slot, self.runtime.ranks.rank)
-        if start < stop:
-            flat = self.runtime.device.to_host(value.detach()).to(dtype).reshape(-1)
-            part = flat[start - slot.start : stop - slot.start].contiguous()
-            offset = (start - self.runtime.ranks.rank * self.spec.shard_numel) * dtype.itemsize
-            self.runtime.store.patch(self.blocks[kind], part.view(torch.uint8), offset)
 
     def lies_in_memory(self, kind: str) -> bool:
         """One kind's shard can be computed on where it is: its block is in host memory, or it is the present buffer."""
@@ -370,13 +379,12 @@ class ParamGroup:
         if self.nbytes and self.executor is not None:
             self.executor.use(self, phase)
 
-    def _absorb_master(self, part: torch.Tensor, start: int) -> None:
-        """master := param wherever the rounded master is not what the parameter is now, from element `start` on."""
-        store, block = self.runtime.store, self.blocks["master"]
-        master = torch.empty(part.numel(), dtype=torch.float32, device="cpu")
-        store.load(block, master.view(torch.uint8), start * 4)
-        same = (master.to(self.dtype) == part) | (part.isnan() & master.isnan())
-        store.patch(block, torch.where(same, master, part.float()).view(torch.uint8), start * 4)
+    def _share_edit(self) -> None:
+        """Every rank has edited the group in the same way: each keeps what is its own of it."""
+        self._written = False
+        self.runtime.device.fence().wait()  # another thread reads the buffer
+        doing = f"an edit of parameters of group '{self.name}' in place"
+        self.runtime.together(Call.EDIT, doing, self.absorb, detail=self.index)
 
     def _away(self) -> None:
         with uninterrupted():

@@ -40,6 +40,9 @@ class Home(Protocol):
     def note_write(self) -> None:
         """An operation has changed the values in place."""
 
+    def overwrite(self, value: Tensor) -> bool:
+        """Take `value` (of the parameter's shape) for its values without bringing them in; False where it cannot."""
+
     def exported(self) -> Tensor:
         """A full copy of the values in memory of its own."""
 
@@ -126,6 +129,8 @@ class GuardedParameter(nn.Parameter):
             _refuse(guarded[0], _REFUSED[func])
         if func is torch.autograd.grad:  # takes parameters by identity: their values need not be here
             return func(*_as_edges(args), **dict(zip(kwargs, _as_edges(tuple(kwargs.values())), strict=True)))
+        if func is Tensor.copy_ and _overwritten(args):
+            return args[0]
         return _fault(func, args, kwargs, guarded)
 
     def set_(self, *_: Any, **__: Any) -> NoReturn:  # torch asks no __torch_function__ for this one
@@ -196,14 +201,29 @@ def _as_edges(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(map(edge, values))
 
 
-def _guarded(values: Any) -> Iterator[GuardedParameter]:
+def _guarded(values: Any) -> Iterator[nn.Parameter]:
+    """The parameters among `values` that are away, or could go while the others come: those under construction."""
     for value in values:
-        if isinstance(value, GuardedParameter):
+        if isinstance(value, GuardedParameter) or (type(value) is nn.Parameter and ATTRIBUTE in value.__dict__):
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _guarded(value)
         elif isinstance(value, dict):
             yield from _guarded(value.values())
+
+
+def _overwritten(args: tuple[Any, ...]) -> bool:
+    """`param.copy_(tensor)`, as loading does for every parameter, has been done without the old values."""
+    if torch.is_grad_enabled() or len(args) < 2 or not isinstance(args[0], GuardedParameter):
+        return False
+    param, value = args[0], args[1]
+    if type(value) not in (Tensor, nn.Parameter) or value.shape != param.shape:
+        return False
+    if not home_of(param).overwrite(value):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.autograd.graph.increment_version(param)
+    return True
 
 
 def _fault(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], guarded: list[Any]) -> Any:

@@ -6,6 +6,7 @@ Owns the way from a parameter to its values and gradient. Leaves gathering to th
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -14,7 +15,8 @@ import torch
 from torch import nn
 
 from tiered.errors import UsageError
-from tiered.zero import graph
+from tiered.zero import graph, truth
+from tiered.zero.agreement import Call
 from tiered.zero.compiled import refuse_tracing, uncompiled
 from tiered.zero.grads import GroupGrads
 from tiered.zero.group import ParamGroup
@@ -60,12 +62,21 @@ class ParamHome:
             yield
 
     def note_write(self) -> None:
-        self.group.edited = True
+        self.group.note_write()
+
+    def overwrite(self, value: torch.Tensor) -> bool:
+        group = self.group
+        if group.present:
+            return False
+        doing = f"an edit of parameters of group '{group.name}' in place"
+        write = functools.partial(truth.overwrite, group, self.slot, value)
+        group.runtime.together(Call.EDIT, doing, write, detail=group.index)
+        return True
 
     def exported(self) -> torch.Tensor:
         self.group.absorb()
         kind = "master" if "master" in self.group.blocks and self.dtype == torch.float32 else "param"
-        return self.group.values(self.slot, kind).to(self.dtype)
+        return truth.values(self.group, self.slot, kind, self.name).to(self.dtype)
 
     def grad(self) -> torch.Tensor | None:
         self.grads.drain()
@@ -81,8 +92,6 @@ class ParamHome:
             )
         if grad is not None and grad.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise UsageError(f"gradient for '{self.name}' is {grad.dtype}, expected {self.grads.dtype}")
-        if self.group.runtime.ranks.size > 1 and grad is not None:
-            raise UsageError(f"setting the gradient of '{self.name}' with several ranks is not supported")
         if grad is not None:
             self.model.start_training(self.group)
         self._clear_slot()
@@ -120,7 +129,7 @@ class ParamHome:
         """Give the fp32 master the loaded value in full precision; the parameter has its rounded form already."""
         self.group.absorb()
         if "master" in self.group.blocks:
-            self.group.set_values(self.slot, "master", value)
+            truth.set_values(self.group, self.slot, "master", value)
 
     def release(self) -> None:
         """Stop watching for gradients."""
@@ -141,8 +150,9 @@ class ParamHome:
             grad = _GRAD.__get__(param)
             _GRAD.__set__(param, None)
         if grad is not None:
+            if self.model.reducer is not None:
+                self.model.reducer.inside_backward()
             self.grads.arrive(self.position, grad)
-            self.model.gradient_arrived()
 
 
 def _arrival(home: weakref.ref[ParamHome]) -> Callable[[torch.Tensor], None]:
@@ -167,6 +177,9 @@ class GoneHome:
 
     def note_write(self) -> None:
         return None
+
+    def overwrite(self, value: torch.Tensor) -> bool:
+        return False
 
     def exported(self) -> NoReturn:
         self._raise()

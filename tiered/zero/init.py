@@ -2,136 +2,193 @@
 
 Every parameter is created and initialised by the user's own code, in the user's order, with real values and the real
 random stream. When the parameters registered so far take more than the limit, the one untouched for longest is parked:
-its values go to the drive, its storage is emptied and its class becomes the guard, so that any later touch (a second
-initialisation pass, tying, a load) brings it back. `shard` then moves each parameter from where it is to its group.
+its class becomes the guard, and its values, or this rank's part of them, are kept elsewhere (`zero.parts`), so that any
+later touch (a second initialisation pass, tying, a load) brings it back. `shard` then moves each parameter from where
+it is to its group.
 
 Invariants:
-1. The values are bit for bit those of plain construction.
-2. A parameter that something else views is never parked.
-3. What is parked in memory terms: at most `limit` bytes of registered parameters stay resident, plus the one in use.
+1. The values are bit for bit those of plain construction; with several ranks, on rank 0.
+2. What is parked when follows from the sizes of parameters and the order of their use alone, so it is the same on every
+   rank; with several ranks a touch of a parked parameter is a call that all of them make, and nothing else is.
+3. The values of a parameter that something else views, or numpy has seen, stay where they are as long as that is so.
+4. At most `limit` bytes of registered parameters are whole in memory, plus those in use (all that one operation takes)
+   and those of invariant 3; while `shard` fills a group, plus that group's.
+5. A parameter may be collected at any moment: that calls nobody, and what was kept of it goes at the next call.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from tiered.device.host import give_back_freed
-from tiered.store.block import Block, BlockKey
-from tiered.store.store import TieredStore
-from tiered.store.tier import Tier
-from tiered.zero.guard import ATTRIBUTE, guard, unguard
+from tiered.errors import UsageError
+from tiered.zero.guard import ATTRIBUTE, GuardedParameter, guard, unguard
+from tiered.zero.parts import Keep, Muster, checksum
 
 _TRIM_EVERY_BYTES = 8 << 20
+_MUSTER_EVERY_BYTES = 64 << 20  # parked: how far ranks with drives of different speed may be apart
 
 
 class Nursery:
-    """The parameters under construction, and the drive they are parked on."""
+    """The parameters under construction, and where those that are parked are kept."""
 
-    def __init__(self, store: TieredStore, limit: int) -> None:
-        self._store = store
+    def __init__(self, keep: Keep, limit: int, muster: Muster | None = None) -> None:
+        """muster: of several ranks, which have begun with the same `limit`."""
+        self._keep = keep
         self._limit = limit
-        self._resident: collections.OrderedDict[int, Parked] = collections.OrderedDict()
+        self._muster = muster
+        self._whole: collections.OrderedDict[int, tuple[Parked, int]] = collections.OrderedDict()
         self._bytes = 0
+        self._built = 0
+        self._away = 0  # how many are parked
+        self._viewed: list[Parked] = []  # parked, but their values are still in memory
         self._freed = 0  # since freed memory was last given back to the system
-        self._parked = 0  # values on the drive, and
-        self._named = 0  # the number of the last block
+        self._apart = 0  # parked since ranks last met
         self._watching = False
+        self._failed = False
         self._orphans: list[Parked] = []
+        if muster is not None:
+            weakref.finalize(self, muster.close).atexit = False  # of a model that was dropped; waits for nobody
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, every parameter that a module registers is taken in."""
+        """Inside, every parameter that a module registers is taken in, and every copy of one: modules that are copied
+        (as the layers of torch's transformers are) register nothing."""
         self._watching = True
         handle = register_module_parameter_registration_hook(lambda module, name, param: self._register(name, param))
         try:
-            yield
-        except BaseException:
-            self._store.close()  # what was built is not going to be used: its values go with the drive
+            with _copies_seen(self._register):
+                yield
+        except BaseException as error:
+            self._failed = True  # what was built is not going to be used: its values go
+            self._keep.close()
+            if self._muster is not None:
+                self._muster.leave(error)
             raise
         finally:
             handle.remove()
             self._watching = False
             self._close_if_empty()
 
+    # --- what a parameter under construction tells ---
+
     def used(self, parked: Parked) -> None:
-        """`parked` is resident and was touched now; others go where that is too much."""
+        """`parked` is whole and was touched now; others go where that is too much."""
         self._bury()
-        if id(parked) not in self._resident:
+        self._viewed = [other for other in self._viewed if not other.empty()]
+        if id(parked) not in self._whole:
+            self._whole[id(parked)] = parked, parked.nbytes
             self._bytes += parked.nbytes
-        self._resident[id(parked)] = parked
-        self._resident.move_to_end(id(parked))
-        for key in list(self._resident):
+        self._whole.move_to_end(id(parked))
+        for key in list(self._whole):
             if self._bytes <= self._limit:
-                return
-            if key != id(parked) and self._resident[key].park():
-                self._freed += self._resident[key].nbytes
-                self.gone(self._resident[key])
-                if self._freed >= _TRIM_EVERY_BYTES:
-                    self._freed = 0
-                    give_back_freed()
+                break
+            if key != id(parked) and not self._whole[key][0].in_use:
+                self._park(self._whole[key][0])
+        if self._muster is not None and self._apart >= _MUSTER_EVERY_BYTES:
+            self._apart = 0
+            self._muster.check(f"building parameter {parked.number} '{parked.name}'")
+        self._close_if_empty()
+
+    def taken(self, parked: Parked) -> None:
+        """`parked` is whole, or gone, and never parked again."""
+        self._gone(parked)
+        self._bury()
+        self._close_if_empty()
 
     def orphaned(self, parked: Parked) -> None:
         """The parameter of `parked` has been collected, at any moment: see to it at the next call."""
         self._orphans.append(parked)
 
-    def gone(self, parked: Parked) -> None:
-        """`parked` is not resident any more, or has left for its group."""
-        if self._resident.pop(id(parked), None) is not None:
-            self._bytes -= parked.nbytes
+    def put(self, name: str, row: torch.Tensor) -> tuple[int, int]:
+        """Keep what this rank is to keep of a parameter's bytes: its number in the keep, and the checksum of all."""
+        start, stop = (0, row.numel()) if self._muster is None else self._muster.part(row.numel())
+        number = self._keep.put(row[start:stop], f"'{name}'")
+        self._freed += row.numel()
+        return number, 0 if self._muster is None else checksum(row)
 
-    def block(self, nbytes: int) -> Block:
-        """A new block on the drive."""
-        self._named += 1
-        self._parked += 1
-        return self._store.create(BlockKey(self._named, "initial value"), nbytes, Tier.NVME)
+    def bring(self, parked: Parked, row: torch.Tensor, kept: tuple[int, int] | None) -> None:
+        """Fill `row` with the bytes of a parked parameter; kept: what `put` returned, None where the values never left.
 
-    def remove(self, block: Block) -> None:
-        """Give a block up; the drive is given back with the last one."""
-        self._store.remove(block)
-        self._parked -= 1
-        self._bury()
-        self._close_if_empty()
+        Raises RankError where other ranks do not do the same, and UsageError after a construction that failed.
+        """
+        if self._failed:
+            raise UsageError(f"parameter '{parked.name}' was parked by a deferred_init() that failed: build it again")
+        read = None if kept is None else functools.partial(self._keep.read, kept[0])
+        if self._muster is not None:
+            found = checksum(row) if kept is None else kept[1]
+            self._muster.unite(f"bringing in parameter {parked.number} '{parked.name}'", row, found, read)
+        elif read is not None:
+            read(row, 0)
+        self.dropped(kept)
 
-    @property
-    def store(self) -> TieredStore:
-        """Where parked values go."""
-        return self._store
+    def dropped(self, kept: tuple[int, int] | None) -> None:
+        """A parameter is not parked any more."""
+        self._away -= 1
+        if kept is not None and not self._failed:
+            self._keep.drop(kept[0])
 
-    def _bury(self) -> None:
-        while self._orphans:
-            orphan = self._orphans.pop()
-            self.gone(orphan)
-            orphan.remove()
-
-    def _close_if_empty(self) -> None:
-        if not self._parked and not self._watching:
-            self._store.close()
+    # --- inside ---
 
     def _register(self, name: str, param: nn.Parameter | None) -> None:
         if type(param) is nn.Parameter and param.device.type == "cpu" and param.layout is torch.strided:
             if ATTRIBUTE not in param.__dict__ and param.numel():
-                param.__dict__[ATTRIBUTE] = Parked(name, param, self)
+                self._built += 1
+                param.__dict__[ATTRIBUTE] = Parked(name, self._built, param, self)
             if isinstance(home := param.__dict__.get(ATTRIBUTE), Parked):
                 self.used(home)
 
+    def _park(self, parked: Parked) -> None:
+        self._apart += self._gone(parked)
+        if not parked.leave():
+            return
+        self._away += 1
+        self._viewed.append(parked)  # first, as there may be no room for what it leaves
+        if parked.empty():
+            self._viewed.pop()
+        if self._freed >= _TRIM_EVERY_BYTES:
+            self._freed = 0
+            give_back_freed()
+
+    def _gone(self, parked: Parked) -> int:
+        """`parked` does not count as whole any more; the bytes that it counted for."""
+        nbytes = self._whole.pop(id(parked), (parked, 0))[1]
+        self._bytes -= nbytes
+        return nbytes
+
+    def _bury(self) -> None:
+        while self._orphans:
+            self._orphans.pop().forsake()
+
+    def _close_if_empty(self) -> None:
+        if not self._away and not self._watching:
+            self._whole.clear()
+            self._keep.close()
+            if self._muster is not None:
+                self._muster.close()
+
 
 class Parked:
-    """One parameter under construction: resident (plain) or parked (guarded). See `guard.Home`."""
+    """One parameter under construction: whole (plain) or parked (guarded). See `guard.Home`."""
 
-    def __init__(self, name: str, param: nn.Parameter, nursery: Nursery) -> None:
+    def __init__(self, name: str, number: int, param: nn.Parameter, nursery: Nursery) -> None:
         self.name = name
-        self.nbytes = param.untyped_storage().nbytes()  # as long as it is resident, brought up to date when parked
+        self.number = number  # in the order of construction
+        self.nbytes = param.untyped_storage().nbytes()  # brought up to date when it is parked
+        self.away = False
+        self.in_use = 0  # operations that take it
         self._owner = weakref.ref(param)  # a parameter that is replaced, as by tying, takes its values with it
         self._nursery = nursery
-        self._block: Block | None = None
-        self._away = False
+        self._kept: tuple[int, int] | None = None
         self._orphan = weakref.finalize(param, nursery.orphaned, self)
         self._orphan.atexit = False
 
@@ -142,52 +199,80 @@ class Parked:
             raise RuntimeError(f"parameter '{self.name}' is gone")
         return param
 
-    def park(self) -> bool:
-        """Move the values to the drive. False where something else views them: then nothing happens."""
-        param, store = self._owner(), self._nursery.store
-        if param is None or type(param) is not nn.Parameter or _users(param) > _LONE:
+    def leave(self) -> bool:
+        """Put the guard on: the values may go. False for what was made something else meanwhile, which stays."""
+        param = self._owner()
+        if param is None or type(param) is not nn.Parameter or param.device.type != "cpu":
             return False
-        if param.untyped_storage().nbytes() != self.nbytes:  # .data was assigned: leave it alone
-            return False
-        if self._block is None:
-            self._block = self._nursery.block(self.nbytes)
-        store.patch(self._block, _bytes(param), 0)
-        param.untyped_storage().resize_(0)
-        self._away = True
+        self.nbytes = param.untyped_storage().nbytes()  # .data may have been assigned, as by `half`
         guard(param)
+        self.away = True
+        return True
+
+    def empty(self) -> bool:
+        """Have the values of a parked parameter kept, and free their memory. False while something else may view it."""
+        param = self._owner()
+        if param is None or not self.away or self._kept is not None:
+            return True
+        with torch._C.DisableTorchFunctionSubclass():
+            if _users(param) > _LONE or not param.untyped_storage().resizable():
+                return False
+            self._kept = self._nursery.put(self.name, _bytes(param))
+            param.untyped_storage().resize_(0)
         return True
 
     def bring_in(self) -> None:
-        """Make the values present and the parameter plain again."""
-        if self._away and self._block is not None:
-            unguard(self._param)
-            self._param.untyped_storage().resize_(self.nbytes)
-            self._nursery.store.load(self._block, _bytes(self._param), 0)
-            self._away = False
-        self._nursery.used(self)
+        """Make the values present and the parameter plain again, with all ranks."""
+        if self.away:
+            self._come_back()
+            self._nursery.used(self)
+
+    def take(self) -> None:
+        """`bring_in`, for good: it is not parked again."""
+        if self.away:
+            self._come_back()
+        self._nursery.taken(self)
 
     def forget(self) -> None:
         """The values have been copied to where they are going to live."""
         unguard(self._param)
         self._orphan.detach()
-        self._nursery.gone(self)
-        self.remove()
+        self.forsake()
+        self._nursery.taken(self)
 
-    def remove(self) -> None:
-        """Give up the values on the drive."""
-        if self._block is not None:
-            block, self._block = self._block, None
-            self._nursery.remove(block)
+    def forsake(self) -> None:
+        """Give up what is kept of the values."""
+        if self.away:
+            self.away = False
+            kept, self._kept = self._kept, None
+            self._nursery.dropped(kept)
+
+    def _come_back(self) -> None:
+        param = self._param
+        unguard(param)
+        try:
+            if self._kept is not None:
+                param.untyped_storage().resize_(self.nbytes)
+            self._nursery.bring(self, _bytes(param), self._kept)
+        except BaseException:
+            guard(param)  # its memory stays: another rank may still be sending to it
+            raise
+        self.away = False
+        self._kept = None
 
     # --- what the guard asks ---
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        self.bring_in()
-        yield
+        self.in_use += 1  # first: what comes in for the same operation must not send this one away
+        try:
+            self.bring_in()
+            yield
+        finally:
+            self.in_use -= 1
 
     def note_write(self) -> None:
-        return None  # a resident parameter is always written when it is parked
+        return None  # a parameter that comes back is kept anew when it goes again
 
     def exported(self) -> torch.Tensor:
         self.bring_in()
@@ -203,6 +288,28 @@ class Parked:
 
     def trainable(self) -> None:
         return None
+
+
+@contextlib.contextmanager
+def _copies_seen(take: Callable[[str, nn.Parameter], None]) -> Iterator[None]:
+    """Inside, `take` gets every deep copy of a parameter. torch has no hook for that."""
+    own: list[tuple[Any, Any]] = [(kind, kind.__deepcopy__) for kind in (nn.Parameter, GuardedParameter)]
+
+    def seeing(copy: Callable[..., nn.Parameter]) -> Callable[..., nn.Parameter]:
+        def copied(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+            made = copy(param, memo)
+            take("a copy", made)
+            return made
+
+        return copied
+
+    try:
+        for kind, copy in own:
+            kind.__deepcopy__ = seeing(copy)
+        yield
+    finally:
+        for kind, copy in own:
+            kind.__deepcopy__ = copy
 
 
 def _bytes(param: nn.Parameter) -> torch.Tensor:

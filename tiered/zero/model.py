@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -24,8 +25,10 @@ from tiered.errors import BudgetError, TieredError, UsageError
 from tiered.schedule.execute import Executor
 from tiered.schedule.trace import Phase
 from tiered.store.block import Block, BlockKey
+from tiered.store.store import WINDOW_BYTES
 from tiered.store.tier import Tier
-from tiered.zero import buffers, residence, statedict
+from tiered.zero import buffers, residence, statedict, truth
+from tiered.zero.agreement import Call
 from tiered.zero.compiled import uncompiled
 from tiered.zero.departures import Departures
 from tiered.zero.grads import GroupGrads, Kernels
@@ -33,9 +36,11 @@ from tiered.zero.group import ParamGroup
 from tiered.zero.guard import ATTRIBUTE, guard, unguard
 from tiered.zero.home import GoneHome, ParamHome
 from tiered.zero.placing import Placement
+from tiered.zero.reducer import Reducer
 from tiered.zero.resident import ResidentGrads
 from tiered.zero.room import DeviceRoom
 from tiered.zero.runtime import Runtime
+from tiered.zero.step import SharedStep, Step
 from tiered.zero.unit import Unit, refuse_copy
 
 MODEL_ATTRIBUTE = "_tiered_model"  # on the root module: its ShardedModel
@@ -71,11 +76,12 @@ class ShardedModel:
         self.failure: BaseException | None = None  # of a step that could not be completed: the states are torn
         self._class = type(module)
         self._promoted = False
-        self._reducing: int | None = None  # the backward whose end is being waited for
+        self.reducer: Reducer | None = None  # of several ranks
         self._settlements: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.room = DeviceRoom(runtime.device, runtime.budget, placement.window, given=config.device_budget is not None)
-        one = runtime.ranks.size == 1
-        self.executor = Executor(groups, self.room, runtime.meter, ahead=one, stale=not runtime.in_place)
+        if runtime.traffic is not None:
+            self.reducer = Reducer(runtime.traffic.exchange, self.departures, module, runtime.stage)
+        self.executor = Executor(groups, self.room, runtime.meter, stale=not runtime.in_place)
         runtime.store.on_pressure = self.executor.settle
         for group in groups:
             group.executor = self.executor
@@ -95,14 +101,15 @@ class ShardedModel:
         missing = {kind: dtype for kind, dtype in dtypes.items() if kind not in group.blocks}
         if not missing:
             return
-        store, numel = self.runtime.store, group.spec.shard_numel
-        need = sum(page_ceil(numel * dtype.itemsize) for dtype in missing.values())
+        store = self.runtime.store
+        sizes = {kind: (group.span(kind)[1] - group.span(kind)[0]) * dtype.itemsize for kind, dtype in missing.items()}
+        need = sum(page_ceil(nbytes) for nbytes in sizes.values())
         roomy = self.config.optimizer_tier != "nvme" and need <= store.room() - self.reserve
         tier = Tier.HOST if roomy or not self.config.directories else Tier.NVME
         made: dict[str, Block] = {}
         try:
-            for kind, dtype in missing.items():
-                made[kind] = store.create(BlockKey(group.index, kind), numel * dtype.itemsize, tier)
+            for kind, nbytes in sizes.items():
+                made[kind] = store.create(BlockKey(group.index, kind), nbytes, tier)
         except BaseException:
             for block in made.values():
                 store.remove(block)
@@ -110,18 +117,21 @@ class ShardedModel:
         group.absorb()
         group.blocks |= made
         if "master" in made:
-            for slot in group.spec.slots:
-                group.set_values(slot, "master", group.values(slot, "param"))
+            truth.fill_master(group)
 
-    def drain(self) -> None:
-        """Wait for gradients on their way, and bring in what the user edited."""
+    def begin_step(self) -> None:
+        """Wait for gradients on their way, reduce what is not reduced, and bring in what the user edited."""
         self.departures.drain()
+        if self.reducer is not None:
+            self.reducer.before_step()
         for group in self.groups:
             group.absorb()
 
     def changed(self, fresh: Collection[int] = ()) -> None:
         """A step has changed the truth of every group: stale copies go (`fresh`: of which groups they have gone), and
         what comes next is fetched."""
+        if self.runtime.traffic is not None:
+            self.runtime.traffic.exchange.open()
         for group in self.groups:
             if group.index not in fresh:
                 group.refresh()
@@ -131,9 +141,9 @@ class ShardedModel:
 
     def _promote(self) -> None:
         """Where a whole step has been measured, the first groups that fit beside it stay on the device for good."""
-        config, ranks = self.config, self.runtime.ranks
+        config = self.config
         open_to = config.optimizer_tier == "auto" and config.param_tier in ("auto", "device")
-        if not open_to or ranks.size > 1 or self._promoted or not self.room.learnt:
+        if not open_to or self.reducer is not None or self._promoted or not self.room.learnt:
             return
         self._promoted = True
         for group in residence.fitting(self.groups, self.room.spare(_MARGIN)):
@@ -172,42 +182,55 @@ class ShardedModel:
             edited = [before[i] != [p._version for p in g.params] for i, g in enumerate(groups)]
             if modify:
                 for group in groups:
-                    self.runtime.ranks.broadcast(group.buffer.view(group.dtype))
+                    group.excuse_writes()
                     group.edited = True
+                self.runtime.device.fence().wait()  # another thread reads the buffers
+                names = f"gather(modify=True) of {[g.name for g in groups]}"
+                detail = zlib.crc32(str([g.index for g in groups]).encode())
+                self.runtime.together(Call.GATHER, names, lambda: self._spread(groups), detail=detail)
         for group in groups:
             group.absorb()
         if any(edited) and not modify:
-            names = [g.name for g, changed in zip(groups, edited, strict=True) if changed]
+            names = str([g.name for g, changed in zip(groups, edited, strict=True) if changed])
             raise UsageError(f"parameters of {names} were edited inside gather(): use gather(..., modify=True) to edit")
 
-    # --- several ranks: the end of a backward ---
+    def _spread(self, groups: Iterable[ParamGroup]) -> None:
+        """Give every rank the values of rank 0, and let each keep what is its own of them; with all ranks."""
+        ranks = self.runtime.ranks
+        for group in groups:
+            total = group.buffer.nbytes if ranks.size > 1 else 0
+            for start in range(0, total, WINDOW_BYTES):
+                part = torch.empty(min(WINDOW_BYTES, total - start), dtype=torch.uint8, device="cpu")
+                group.buffer.read(part, start)
+                ranks.broadcast(part)
+                group.buffer.write(part, start)
+            self.runtime.meter.communicated("broadcast", group.spec.numel if total else 0, total)
+            group.absorb()
 
-    def gradient_arrived(self) -> None:
-        """A gradient has been collected: at the end of this backward, all ranks reduce what any of them has."""
-        if self.runtime.ranks.size == 1:
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Other ranks are told that this one is in a step, and that it is over. Where it fails this rank leaves them:
+        what it would give out is torn."""
+        if self.reducer is None or self.runtime.traffic is None:
+            yield
             return
-        task = torch._C._current_graph_task_id()
-        if self._reducing != task:
-            self._reducing = task
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._finish_backward)
+        exchange = self.runtime.traffic.exchange
+        try:
+            with exchange.within("step()", computing=True):
+                yield
+        except BaseException:
+            exchange.stop()
+            raise
+        self.reducer.stepped()
+
+    def new_step(self) -> Step:
+        """A step begins."""
+        traffic = self.runtime.traffic
+        return Step() if traffic is None else SharedStep(traffic, self.runtime.store)
 
     def before_step(self) -> None:
         """Nothing fetched ahead reads what a step is going to write; called when every gradient is known."""
         self.executor.settle()
-
-    def _finish_backward(self) -> None:
-        self.departures.drain()
-        for group in self.groups:
-            group.let_go()
-        if not self.runtime.device.in_place:
-            self.executor.clear()  # reducing takes room on the device
-        flags = [flag for grads in self.grads for flag in grads.arrived]
-        united = iter(self.runtime.ranks.any(flags))
-        for grads in self.grads:
-            arrived = [next(united) for _ in grads.arrived]
-            if any(arrived):
-                grads.reduce(arrived)
 
     # --- the end ---
 
@@ -221,15 +244,22 @@ class ShardedModel:
             for group in self.groups:
                 group.absorb()
             self._check_room()
+            self.runtime.together(Call.CLOSE, "close()", lambda: None)
             # what can fail, reading from drives, comes before anything is touched
             values = {id(h): h.exported() for h in self.homes if h.group.blocks["param"].home is Tier.NVME}
         self.closed = True
         self._drop_states()
-        for group in self.groups:
-            for home in [h for h in self.homes if h.group is group]:
-                self._free(home, (values.pop(id(home), None) if keep_weights else None), keep_weights)
-        self._restore_modules()
-        self.release()
+        try:
+            for group in self.groups:
+                for home in [h for h in self.homes if h.group is group]:
+                    self._free(home, (values.pop(id(home), None) if keep_weights else None), keep_weights)
+        except BaseException:  # a rank was lost half way: what is not plain yet stays without values
+            for home in [h for h in self.homes if h.param.__dict__.get(ATTRIBUTE) is h]:
+                self._free(home, None, keep=False)
+            raise
+        finally:
+            self._restore_modules()
+            self.release()
 
     def _check_room(self) -> None:
         """Raise BudgetError where memory cannot take the weights, even after gradients and moments have gone."""
@@ -245,6 +275,8 @@ class ShardedModel:
     def _drop_states(self) -> None:
         """Gradients and moments end with sharding; their memory makes room for the weights."""
         self.departures.abandon()
+        for grads in self.grads:
+            grads.abandon()
         for group in self.groups:
             for kind in _OF_TRAINING & group.blocks.keys():
                 residence.remove_block(group, kind)
@@ -256,6 +288,8 @@ class ShardedModel:
         for group in self.groups:
             group.disown()
         self.runtime.device.fence().wait()  # what computes still reads the buffers
+        if self.runtime.traffic is not None:
+            self.runtime.traffic.close()
         self.runtime.store.close()
         self.runtime.device.close()
         for group in self.groups:

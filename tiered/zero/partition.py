@@ -43,15 +43,21 @@ class ShardSpec:
         """Elements of one rank's shard."""
         return self.numel // self.ranks
 
-    def owned(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """Elements [start, stop) of the flat tensor that belong to both `slot` and `rank`; empty: start == stop."""
-        start = max(slot.start, rank * self.shard_numel)
-        return start, max(start, min(slot.stop, (rank + 1) * self.shard_numel))
+    def shard(self, rank: int) -> tuple[int, int]:
+        """Elements [start, stop) of the flat tensor that are one rank's shard."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def owned_shard(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """As `owned`, counted from the start of the rank's shard."""
-        start, stop = self.owned(slot, rank)
-        return start - rank * self.shard_numel, stop - rank * self.shard_numel
+        """Elements [start, stop) of `slot` in one rank's shard, counted from the shard's start; none: start == stop."""
+        base, end = self.shard(rank)
+        start, stop = overlap(slot, base, end)
+        return start - base, stop - base
+
+
+def overlap(slot: Slot, start: int, stop: int) -> tuple[int, int]:
+    """The elements of `slot` among [start, stop) of the flat tensor; none: the two are equal."""
+    low = max(slot.start, start)
+    return low, max(low, min(slot.stop, stop))
 
 
 def layout(shapes: Sequence[torch.Size], ranks: int) -> ShardSpec:

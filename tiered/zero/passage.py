@@ -28,9 +28,10 @@ class Passage:
         self._buffer = buffer
         self._staging: Memory | None = None
         self._copy: Event | None = None
-        self._issued: Ticket = Finished()  # the host has done its part
+        self.issued: Ticket = Finished()
+        """Done when the host has done its part."""
         if runtime.in_place:
-            self._issued = runtime.store.read(block, host_memory(buffer))
+            self.issued = runtime.store.read(block, host_memory(buffer))
             return
         ready = runtime.device.fence()
         if runtime.store.resident(block):
@@ -40,25 +41,30 @@ class Passage:
             return
         self._staging = staging = runtime.store.staging(block.nbytes, f"{block.key} on its way to the device")
         try:
-            self._issued = after(runtime.store.read(block, staging), lambda: self._upload(staging, ready))
+            self.issued = after(runtime.store.read(block, staging), lambda: self._upload(staging, ready))
         except BaseException:
             runtime.store.unstage(staging)
             raise
 
+    @property
+    def copied(self) -> Event:
+        """What the device has to do once `issued` is done."""
+        return Finished() if self._copy is None else self._copy
+
     def over(self) -> bool:
         """Whether nothing of it is in flight."""
-        return self._issued.done() and (self._copy is None or self._copy.done())
+        return self.issued.done() and (self._copy is None or self._copy.done())
 
     def settle(self) -> None:
         """Wait until the host has done its part. An interrupt passes."""
-        if not self._issued.done():
+        if not self.issued.done():
             with self._runtime.meter.stalled("fetch"):
-                settled(self._issued)
+                settled(self.issued)
 
     def arrive(self) -> None:
         """Compute given from now on finds the shard in its place. Raises what reading or copying raised."""
         try:
-            self._issued.wait()
+            self.issued.wait()
             if self._copy is not None:
                 with self._runtime.meter.stalled("fetch"):  # nothing, on a device that can wait by itself
                     self._runtime.device.order(self._copy)

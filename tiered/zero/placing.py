@@ -4,7 +4,8 @@ Pure arithmetic over group sizes; `store.policy.place` decides. Stated formulas,
 
     device    the groups that stay, with what of their states is there
               + max over modules of (the groups that move, of the module and those it is inside of)
-    host      homes + reserve; reserve covers the staging of a step, of a gather and of the gradients in backward
+    host      homes + reserve; reserve covers the staging of a step, of a gather and of the gradients in backward,
+              with several ranks before they are reduced too
 
 Invariant: what `place_groups` returns fits the budgets, or it raises ConfigError with the bytes that would.
 """
@@ -20,9 +21,11 @@ from tiered.errors import ConfigError
 from tiered.store.policy import Demand, place
 from tiered.store.store import WINDOW_BYTES
 from tiered.store.tier import Tier
+from tiered.zero.traffic import scratch_bytes
 
 CHUNK_ALIGN = 1 << 19  # elements: 1 MiB of a 16-bit kind, so that a chunk is whole pieces of every kind
 PIPELINE_SLOTS = 3
+_REDUCING = 2  # times the largest group's whole gradient: added up, or being reduced, at once
 _DEPARTING = 2  # times the largest group's gradient: what may be on its way from the device at once
 _SOFT_RESERVE = 96 << 20  # what a step's staging should have where the budget can spare it
 
@@ -35,12 +38,19 @@ class GroupSizes:
     gathered: int
     shard: dict[str, int]  # kind -> bytes; "param" always, the others where the group trains
     numel: int  # elements of the shard
+    gradient: int = 0  # of the whole group, before it is reduced
+    whole: frozenset[str] = frozenset()  # with several ranks: kinds of which each rank has all
 
     @property
     def trained(self) -> dict[str, int]:
         """`shard` as it is once the group trains, which a frozen one may do later."""
         states = dict.fromkeys(("exp_avg", "exp_avg_sq"), 4 * self.numel)
         return {"grad": self.shard["param"], **states, **self.shard}
+
+    @property
+    def staged(self) -> dict[str, int]:
+        """What of `trained` a step may have to move in chunks."""
+        return {kind: nbytes for kind, nbytes in self.trained.items() if kind not in self.whole}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,23 +72,23 @@ def place_groups(
     host_limit: int,
     *,
     in_place: bool,
-    lone: bool = True,
+    ranks: int = 1,
     free: int | None = None,
 ) -> Placement:
     """Place every block of every group.
 
     paths: for each module, the indices of the groups it and the modules around it gather at once.
-    in_place: a shard on the host is the gathered group itself. lone: there is one rank. free: bytes of the device where
-    no device_budget is given (None: as many as are of use). Raises ConfigError where a budget is too small.
+    in_place: a shard on the host is the gathered group itself. ranks: how many there are. free: bytes of the device
+    where no device_budget is given (None: as many as are of use). Raises ConfigError where a budget is too small.
     """
     limit = config.device_budget if isinstance(config.device_budget, int) else None
     if not in_place:
-        return _place_beside(groups, paths, config, host_limit, limit if limit is not None else free, lone=lone)
+        return _place_beside(groups, paths, config, host_limit, limit if limit is not None else free, ranks=ranks)
     if config.param_tier == "device":
         spare = sum(page_ceil(g.gathered) for g in groups) if limit is None else limit
     else:
         spare = 0 if limit is None else max(0, limit - _window(groups, paths))
-    homes = _place_fastest(groups, config, spare, host_limit, in_place=True)
+    homes = _place_fastest(groups, config, spare, host_limit, in_place=True, ranks=ranks)
     moving = [g for g in groups if homes[g.index, "param"] is Tier.NVME]
     window = _window(moving, paths)
     stays = sum(page_ceil(g.gathered) for g in groups if homes[g.index, "param"] is Tier.DEVICE)
@@ -87,7 +97,7 @@ def place_groups(
     if stays + window > limit:
         raise ConfigError(_window_error(moving, limit, window))
     sticky = frozenset(g.index for g in groups if homes[g.index, "param"] is Tier.DEVICE)
-    return Placement(homes, sticky, limit, _reserve(groups, drives=True, in_place=True), window, 0)
+    return Placement(homes, sticky, limit, _reserve(groups, drives=True, in_place=True, ranks=ranks), window, 0)
 
 
 def _place_beside(
@@ -97,10 +107,10 @@ def _place_beside(
     host_limit: int,
     limit: int | None,
     *,
-    lone: bool,
+    ranks: int,
 ) -> Placement:
     """`place_groups` for a device of its own memory: groups are resident with all their states, or move."""
-    resident = _resident(groups, config) if lone else []
+    resident = _resident(groups, config) if ranks == 1 else []
     there = sum(page_ceil(nbytes) for g in resident for nbytes in g.shard.values())
     others = [g for g in groups if g not in resident]
     need = there + _window(others, paths)
@@ -111,10 +121,10 @@ def _place_beside(
             f"{need} ({format_size(need)}), or use optimizer_tier='auto'"
         )
     sticky, limit = _sticky(others, paths, config, None if limit is None else limit - there, there)
-    homes = _place_fastest(others, config, 0, host_limit, in_place=False)
+    homes = _place_fastest(others, config, 0, host_limit, in_place=False, ranks=ranks)
     homes |= {(g.index, kind): Tier.DEVICE for g in resident for kind in g.shard}
     grad = max((page_ceil(g.trained["grad"]) for g in others), default=0)
-    reserve = _reserve(others, drives=True, in_place=False)
+    reserve = _reserve(others, drives=True, in_place=False, ranks=ranks)
     filling = min(WINDOW_BYTES, max((page_ceil(n) for g in resident for n in g.shard.values()), default=0))
     if filling > host_limit:
         raise ConfigError(
@@ -172,7 +182,7 @@ def _sticky(
 
 
 def _place_fastest(
-    groups: Sequence[GroupSizes], config: Config, spare: int, host_limit: int, *, in_place: bool
+    groups: Sequence[GroupSizes], config: Config, spare: int, host_limit: int, *, in_place: bool, ranks: int
 ) -> dict[tuple[int, str], Tier]:
     """First without any drive, which needs the least staging; then with drives."""
     lone: dict[str, tuple[Tier, ...]] = {
@@ -185,7 +195,7 @@ def _place_fastest(
         "state": (Tier.HOST,) if config.optimizer_tier != "nvme" else (),
         "grad": (Tier.HOST,),
     }
-    reserve = _reserve(groups, drives=False, in_place=in_place)
+    reserve = _reserve(groups, drives=False, in_place=in_place, ranks=ranks)
     if all(lone.values()):
         try:
             return place(_demands(groups, lone), {Tier.DEVICE: spare, Tier.HOST: host_limit - reserve})
@@ -195,7 +205,7 @@ def _place_fastest(
     for kind, fixed in (("param", config.param_tier), ("state", config.optimizer_tier), ("grad", "auto")):
         if fixed in ("auto", "nvme") or (fixed == "device" and not in_place):
             lone[kind] = (*lone[kind], Tier.NVME)
-    reserve = _reserve(groups, drives=True, in_place=in_place)
+    reserve = _reserve(groups, drives=True, in_place=in_place, ranks=ranks)
     bound = sum(d.nbytes for d in _demands(groups, lone) if d.tiers == (Tier.HOST,))
     if reserve + bound > host_limit:
         raise ConfigError(
@@ -230,13 +240,23 @@ def slot_bytes(shard: dict[str, int], numel: int, chunk: int) -> int:
     return sum(page_ceil(part * nbytes // max(numel, 1)) for nbytes in shard.values())
 
 
-def _reserve(groups: Sequence[GroupSizes], *, drives: bool, in_place: bool) -> int:
+def serving_bytes(groups: Sequence[GroupSizes]) -> int:
+    """Of the memory in which a rank reads a shard that another wants; one of a group that may be on a drive."""
+    return max((page_ceil(g.shard["param"]) for g in groups if "param" not in g.whole), default=0)
+
+
+def _reserve(groups: Sequence[GroupSizes], *, drives: bool, in_place: bool, ranks: int) -> int:
     param = max((page_ceil(g.shard["param"]) for g in groups), default=0)
     grad = max((page_ceil(g.trained["grad"]) for g in groups), default=0)
     window = min(WINDOW_BYTES, max((page_ceil(n) for g in groups for n in g.trained.values()), default=0))
     leaving = 0 if in_place else (_DEPARTING + 1) * max(grad, param)
+    between = scratch_bytes(ranks, 0)
+    if ranks > 1:
+        between += _REDUCING * max((page_ceil(g.gradient) for g in groups if "grad" not in g.whole), default=0)
     if not drives:
-        return window + leaving
-    step = PIPELINE_SLOTS * max((slot_bytes(g.trained, g.numel, CHUNK_ALIGN) for g in groups), default=0)
+        return window + leaving + between
+    between += serving_bytes(groups) if ranks > 1 else 0
+    whole = max((sum(page_ceil(g.trained[kind]) for kind in g.whole) for g in groups), default=0)
+    step = PIPELINE_SLOTS * max((slot_bytes(g.staged, g.numel, CHUNK_ALIGN) for g in groups), default=0)
     backward = grad + leaving + (0 if in_place else param)
-    return window + max(step, backward)
+    return window + max(step + whole, backward) + between

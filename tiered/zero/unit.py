@@ -26,6 +26,7 @@ from tiered.errors import UsageError
 from tiered.schedule.trace import Phase
 from tiered.zero import compiled, graph
 from tiered.zero.group import ParamGroup
+from tiered.zero.reducer import Reducer
 
 
 def refuse_copy(self: object, *memo: object) -> NoReturn:
@@ -51,7 +52,7 @@ class Unit:
         self.groups = tuple(groups)
         self.input_dtype: torch.dtype | None = None
         self.input_device: torch.device | None = None  # where tensors given to the module are moved to
-        self.holds = False  # keep the groups from forward until the end of backward
+        self.reducer: Reducer | None = None  # of several ranks
         self._module = module
         self._had_forward = "forward" in module.__dict__
         self.forward: Callable[..., Any] = module.forward  # the module's own
@@ -84,11 +85,10 @@ class Unit:
             args, kwargs = (_mapped(given, self._taken_in) for given in (args, kwargs))
         phase = current_phase()
         with contextlib.ExitStack() as scope:
+            if self.reducer is not None:
+                scope.enter_context(self.reducer.forward(self.label, inside=phase is Phase.BACKWARD))
             for group in self.groups:
-                group.let_go()
                 scope.enter_context(group.computing(phase))
-                if self.holds and phase is Phase.FORWARD:
-                    group.hold()
             scope.enter_context(graph.saving_notes())
             torch.clear_autocast_cache()
             scope.callback(torch.clear_autocast_cache)

@@ -1,0 +1,198 @@
+"""What holds on several ranks and has no one-rank counterpart: each a function of `Where` that asserts it.
+
+Owns: initial values that must be equal, buffers beside DistributedDataParallel, what is communicated, what is refused
+by name, and that nothing is left behind. Runs inside a process group that exists before the first of them.
+"""
+
+import contextlib
+import gc
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity.harness import ADAM, SEED, same
+from ranks.parity_models import CONV, NET, WIDTH, Case, float_rows
+from ranks.parity_run import Where, shard, sharded
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import tiered
+
+SQUARE = 96  # its square is a multiple of 32 times 2, 3 and 4: no shard has padding
+LAYERS = 6
+
+
+def unequal_is_refused(where: Where) -> None:
+    """initial_values="equal": the parameter that differs is named, on every rank, and the model stays plain."""
+    torch.manual_seed(SEED)
+    model = NET.build()
+    with torch.no_grad():
+        model.head.bias.add_(where.rank)
+    with pytest.raises(tiered.UsageError, match=r"head\.bias"):
+        shard(where, model, initial_values="equal")
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert model.head.bias.isfinite().all()
+    with sharded(where, NET, config={"initial_values": "equal"}) as session:
+        session.train([0])
+
+
+def gradients_are_refused_by_name(where: Where) -> None:
+    """Reading and setting p.grad names the parameter; dropping gradients works."""
+    with sharded(where, NET) as session:
+        session.backward(0)
+        with pytest.raises(tiered.UsageError, match="grad.*head"):
+            _ = session.model.head.weight.grad
+        with pytest.raises(tiered.UsageError, match="grad.*head"):
+            session.model.head.weight.grad = torch.zeros(3, WIDTH)
+        session.model.zero_grad()
+        session.backward(1)
+        session.optimizer.zero_grad()
+        session.train([2])
+
+
+def average_is_the_mean_over_ranks(where: Where) -> None:
+    with sharded(where, NET) as session:
+        assert tiered.average(session.model, float(where.rank)) == (where.ranks - 1) / 2
+        stats = tiered.stats(session.model)
+        assert (stats.rank, stats.ranks) == (where.rank, where.ranks)
+
+
+def budgets_of_a_node_are_divided(where: Where) -> None:
+    """budgets="node": N times the least that one rank is content with is enough for N ranks, and not a byte less."""
+    torch.manual_seed(SEED)
+    model = NET.build()
+    settings = where.settings(budgets="node", device_budget=1, host_budget=1)
+    for field in ("device_budget", "host_budget"):
+        settings[field] = where.ranks << 20
+    with tiered.shard(model, tiered.Config(**settings)):
+        most = tiered.stats(model).peak_bytes
+        assert 0 < most["host"] <= 1 << 20
+    with pytest.raises(tiered.ConfigError, match="host_budget"):
+        tiered.shard(model, tiered.Config(**{**settings, "host_budget": 1 << 62, "budgets": "rank"}))
+
+
+def buffers_are_those_of_distributed_data_parallel(where: Where) -> None:
+    """BatchNorm in training: losses, weights and buffers of each rank, beside DistributedDataParallel's."""
+    want = _plainly(where)
+    with sharded(where, CONV) as session:
+        losses = session.train(range(3))["losses"]
+        session.model.eval()
+        with torch.no_grad():
+            losses.append(session.model(*session.parts(3)[0][0]).item())
+        got = {"losses": losses, "values": session.weights()}
+    same(got, want, exact=False, rtol=1e-4, atol=2e-5)
+
+
+def _plainly(where: Where) -> dict[str, Any]:
+    torch.manual_seed(SEED)
+    model = CONV.build()
+    replica = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    losses = []
+    for step in range(3):
+        rows = [r.chunk(where.ranks)[where.rank] for r in CONV.rows(step)]
+        loss = replica(*rows)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model.eval()
+    with torch.no_grad():
+        losses.append(model(*(r.chunk(where.ranks)[where.rank] for r in CONV.rows(3))).item())
+    return {"losses": losses, "values": {name: v.detach().clone() for name, v in model.state_dict().items()}}
+
+
+class Squares(nn.Module):
+    """Equal layers in a row, without any padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(SQUARE, SQUARE, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+SQUARES = Case(Squares, partial(float_rows, widths=(SQUARE,)))
+ALL = LAYERS * SQUARE**2  # the model's elements
+
+
+def communication_is_what_the_theory_says(where: Where) -> None:
+    """Elements gathered and reduced by a step, with one backward and with several, in and out of no_sync.
+
+    Stages 1 and 2 gather every parameter once a step; stage 3, where the device holds one window of groups, once in
+    forward and once in backward, apart from what is still there at the turn.
+    """
+    window = {"device_budget": 4 * SQUARE**2 * (2 if where.stage == 3 else 2 * LAYERS)}
+    with sharded(where, SQUARES, config=window) as session:
+        session.train([0])
+        for backwards, quiet in ((1, False), (3, False), (3, True)):
+            before = tiered.stats(session.model).collective_elements
+            for micro in range(backwards):
+                silent = quiet and micro < backwards - 1
+                with tiered.no_sync(session.model) if silent else contextlib.nullcontext():
+                    session.backward(micro)
+            session.step()
+            after = tiered.stats(session.model).collective_elements
+            moved = {kind: after[kind] - before[kind] for kind in ("all_gather", "reduce_scatter")}
+            reductions = backwards if where.stage > 1 and not quiet else 1
+            what = f"stage {where.stage}, {backwards} backwards, no_sync {quiet}: {moved}, of {ALL}"
+            assert moved["reduce_scatter"] == reductions * ALL, what
+            if where.stage < 3:
+                assert moved["all_gather"] == ALL, what
+            else:
+                turn = 2 * SQUARE**2  # what of a window may be kept from forward to backward and to the next forward
+                assert 2 * backwards * (ALL - turn) <= moved["all_gather"] <= 2 * backwards * ALL, what
+
+
+def held(where: Where) -> dict[str, Any]:
+    """What this process holds now."""
+    gc.collect()
+    return {
+        "python threads": sorted(t.name for t in threading.enumerate()),
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "tensors": sum(issubclass(type(thing), Tensor) for thing in gc.get_objects()),
+    }
+
+
+def nothing_is_left_after_close(where: Where) -> None:
+    """Threads, descriptors and swap files are back as before the first shard."""
+    dist.barrier()
+    dist.all_reduce(torch.ones(1))
+    NET.build()(torch.ones(2, WIDTH)).backward()  # autograd's own threads
+    before = held(where)
+    for place in ("host", "drive", "device and drive"):
+        here = Where(**{**vars(where), "place": place})
+        with sharded(here, NET) as session:
+            session.train(range(2))
+        del session
+        with contextlib.suppress(ZeroDivisionError), sharded(here, NET) as session:
+            session.backward(0)
+            raise ZeroDivisionError
+        del session
+        dist.barrier()
+        assert held(where) == before, place
+        assert not list(where.swap.iterdir()), place
+        dist.barrier()
+
+
+FACTS: dict[str, Callable[[Where], None]] = {
+    function.__name__.replace("_", " "): function
+    for function in (
+        unequal_is_refused,
+        gradients_are_refused_by_name,
+        average_is_the_mean_over_ranks,
+        budgets_of_a_node_are_divided,
+        buffers_are_those_of_distributed_data_parallel,
+        communication_is_what_the_theory_says,
+        nothing_is_left_after_close,
+    )
+}

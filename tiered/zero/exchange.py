@@ -1,0 +1,360 @@
+"""Exchange: one rank's side of all traffic between ranks, on a thread of its own.
+
+The thread goes through rounds with the threads of the other ranks. In each, every rank says what it needs and what it
+is doing (`zero.agreement`), and all carry out what follows from that, in the same order. A rank with something to say
+begins a round at once, one without joins after at most `_IDLE_S`: so a rank whose user computes still gives out its
+shards, every rank knows of every other that it lives, and nobody has to use parameters in the same order.
+
+    user's thread   want / offer a job ---> wait ---------------------------> done
+    this thread     rounds: say, conclude, carry out the jobs, grant the call
+
+Invariants:
+1. A job's memory belongs to this thread from the moment it is given until its completion is done.
+2. Shards are given out only while no rank is closed, and a rank changes its shards only while it is closed, or in the
+   action of a call, which runs here, on every rank in the same round.
+3. Whatever fails here fails every job, this call and every later one, with one RankError; then there are no rounds.
+4. The thread holds the model weakly, and ends with it, with the exchange, or with the program.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from tiered.device.ticket import Completion, Event, Finished
+from tiered.errors import RankError
+from tiered.stats import Meter
+from tiered.zero.agreement import Call, Conclusion, Flag, Header, conclude, decode, describe, encode
+from tiered.zero.collectives import Ranks, first_line
+
+T = TypeVar("T")
+_IDLE_S = (0.002, 0.02)  # before a rank with nothing to say joins a round: at first, and at most
+_LOST = 0.05  # of the time limit: given to the living to say so when one is lost
+
+
+@dataclasses.dataclass(slots=True)
+class _Job:
+    """One group's part in a round: `run` gets the ranks that want it."""
+
+    run: Callable[[Sequence[int]], None]
+    ready: Event
+    said: bool = False  # to the other ranks, in the round that is going on
+    done: Completion = dataclasses.field(default_factory=Completion)
+
+
+@dataclasses.dataclass(slots=True)
+class _Asked:
+    """What the user waits in."""
+
+    call: Call
+    detail: int
+    action: Callable[[], None]
+    closes: bool
+    done: Completion = dataclasses.field(default_factory=Completion)
+
+
+class Exchange:
+    """See the file's contract."""
+
+    def __init__(self, ranks: Ranks, meter: Meter, groups: int, timeout_s: float) -> None:
+        """For a model of `groups` groups; `ranks` are connected, and from now on this thread's."""
+        self.ranks = ranks
+        self._meter = meter
+        self._groups = groups
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._jobs: dict[tuple[Flag, int], _Job] = {}
+        self._asked: _Asked | None = None
+        self._failure: RankError | None = None
+        self._closed = False
+        self._stopping = False
+        self._last: list[Header] = []
+        self._state = _Doing()
+        self._serve: Callable[[int, Sequence[int]], None] | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, serve: Callable[[int, Sequence[int]], None]) -> None:
+        """Begin the rounds. `serve`, a bound method whose object may go, gives out this rank's part of a group."""
+        alive = weakref.WeakMethod(serve)
+
+        def give(group: int, wanting: Sequence[int]) -> None:
+            if (method := alive()) is None:
+                raise RankError("the model was collected")
+            method(group, wanting)
+
+        self._serve = give
+        self._thread = threading.Thread(target=self._rounds, name="tiered-ranks", daemon=True)
+        weakref.finalize(serve.__self__, self._stop_soon).atexit = False  # type: ignore[attr-defined]
+        atexit.register(self._at_exit)  # before the interpreter takes its threads down where they stand
+        self._thread.start()
+
+    # --- the user's thread ---
+
+    def want(self, group: int, run: Callable[[Sequence[int]], None], ready: Event) -> Completion:
+        """Have `run` gather a group once its own part is `ready`."""
+        return self._give(Flag.WANT, group, run, ready)
+
+    def offer(self, flag: Flag, group: int, run: Callable[[], None]) -> Completion:
+        """Have `run` exchange a group's gradient or values with every rank, once all have offered it."""
+        return self._give(flag, group, lambda _: run(), Finished())
+
+    def together(self, call: Call, doing: str, action: Callable[[], T], *, detail: int = 0, closes: bool = False) -> T:
+        """Run `action` once every rank has made the same `call` with the same `detail`, on the communication thread.
+
+        closes: this rank changes its shards from then on, until `open`. Raises RankError where the ranks disagree, and
+        what `action` raises.
+        """
+        results: list[T] = []
+        asked = _Asked(call, detail, lambda: results.append(action()), closes)
+        with self.within(doing), self._changed:
+            self._check()
+            self._asked = asked
+            self._changed.notify_all()
+        with self.within(doing):
+            try:
+                self.wait(asked.done, "ranks")
+            except BaseException as error:
+                if not asked.done.done():  # Ctrl-C: the others would wait for an answer that this rank cannot give
+                    self._fail(RankError(f"rank {self.ranks.rank} was interrupted in {doing}"), error)
+                raise
+        return results[0]
+
+    def retract(self, flag: Flag, group: int) -> bool:
+        """Take back what was offered, if it has not begun: True where it never will."""
+        with self._changed:
+            job = self._jobs.get((flag, group))
+            while job is not None and job.said and self._failure is None:
+                self._changed.wait()
+                job = self._jobs.get((flag, group))
+            return self._jobs.pop((flag, group), None) is not None
+
+    def open(self) -> None:
+        """This rank's shards are as they should be again."""
+        self._closed = False
+
+    def wait(self, event: Event, cause: str) -> None:
+        """Wait for a job or a call; other ranks are told that this one waits."""
+        if not event.done():
+            with self._meter.stalled(cause), self._state.waiting():
+                event.wait()
+        event.wait()
+
+    @contextlib.contextmanager
+    def within(self, doing: str, *, computing: bool = False) -> Iterator[None]:
+        """The user's thread is in `doing`, in words; `computing`: and will be for a while, without any call."""
+        with self._state.within(doing, computing):
+            yield
+
+    def computing(self, doing: str) -> None:
+        """The user's thread has begun, or goes on with, `doing`: a forward, a backward or a step."""
+        self._state.computing(doing)
+
+    def idle(self, doing: str) -> None:
+        """The user's thread has left `doing`."""
+        self._state.idle(doing)
+
+    @property
+    def failure(self) -> RankError | None:
+        """Why there are no rounds any more."""
+        return self._failure
+
+    def stop(self) -> None:
+        """End the rounds: this rank leaves. Idempotent; waits for the thread unless another rank keeps it."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(2 * self._timeout_s + 1)
+            atexit.unregister(self._at_exit)
+
+    def _at_exit(self) -> None:
+        self.stop()
+
+    def _stop_soon(self) -> None:
+        """Of a model that nobody closed: it may be collected anywhere, so nothing here may lock or wait."""
+        self._stopping = True
+
+    # --- the communication thread ---
+
+    def withdraw(self, flag: Flag) -> list[int]:
+        """In the action of a call: take back what this rank has offered and not all have; returns the groups."""
+        with self._changed:
+            groups = [group for kind, group in self._jobs if kind is flag]
+            for group in groups:
+                del self._jobs[flag, group]
+        return groups
+
+    def _rounds(self) -> None:
+        idle = _IDLE_S[0]
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(self._speaks, idle)
+                    header, jobs, asked = self._say()
+                self._round(header, jobs, asked)
+                with self._changed:
+                    for job in jobs.values():
+                        job.said = False
+                    self._changed.notify_all()
+                if self._stopping or self._failure is not None:
+                    break
+                idle = _IDLE_S[0] if jobs or asked is not None else min(2 * idle, _IDLE_S[1])
+        except BaseException as error:
+            self._fail(self._named(error), error)
+        finally:
+            self._leave()
+
+    def _round(self, header: Header, jobs: dict[tuple[Flag, int], _Job], asked: _Asked | None) -> None:
+        headers = [decode(row) for row in self.ranks.headers(encode(header))]
+        self._last = headers
+        left = [rank for rank, other in enumerate(headers) if other.call is Call.LEAVE]
+        if left:
+            self._stopping = True
+            if header.call is not Call.LEAVE:
+                raise RankError(f"rank {left[0]} has left: {describe(headers)}")
+            return
+        decided = conclude(headers, self._timeout_s)
+        if decided.disagreement is not None:
+            raise RankError(decided.disagreement)
+        self._carry_out(decided, jobs, asked)
+
+    def _carry_out(self, decided: Conclusion, jobs: dict[tuple[Flag, int], _Job], asked: _Asked | None) -> None:
+        for group, wanting in decided.gathers:
+            if (job := jobs.get((Flag.WANT, group))) is None:
+                if self._serve is not None:
+                    self._serve(group, wanting)
+            else:
+                self._run(Flag.WANT, group, job, wanting)
+        for flag, groups in ((Flag.GRADIENT, decided.gradients), (Flag.VALUES, decided.values)):
+            for group in groups:
+                self._run(flag, group, jobs[flag, group], ())
+        if decided.granted and asked is not None:
+            self._closed = asked.closes
+            self._asked = None
+            try:
+                asked.action()
+            except BaseException as error:
+                asked.done.finish(error)
+                raise
+            asked.done.finish()
+
+    def _run(self, flag: Flag, group: int, job: _Job, wanting: Sequence[int]) -> None:
+        with self._changed:
+            self._jobs.pop((flag, group), None)
+        try:
+            job.run(wanting)
+        except BaseException as error:
+            job.done.finish(error)
+            raise
+        job.done.finish()
+
+    def _say(self) -> tuple[Header, dict[tuple[Flag, int], _Job], _Asked | None]:
+        """This rank's header, and what of it this round may be about."""
+        jobs = {key: job for key, job in self._jobs.items() if job.ready.done()}
+        flags = bytearray(self._groups)
+        for (flag, group), job in jobs.items():
+            flags[group] |= flag
+            job.said = True
+        asked = self._asked
+        call = Call.LEAVE if self._stopping else asked.call if asked is not None else Call.NONE
+        doing, computing, waited, quiet = self._state.seen()
+        detail = asked.detail if asked is not None else 0
+        header = Header(call, detail, self._closed, computing, waited, quiet, doing, bytes(flags))
+        return header, jobs, asked
+
+    def _speaks(self) -> bool:
+        return self._stopping or self._asked is not None or any(job.ready.done() for job in self._jobs.values())
+
+    def _named(self, error: BaseException) -> RankError:
+        """What has failed, as an error that says who was doing what."""
+        if isinstance(error, RankError):
+            return error
+        before = f"; before that, {describe(self._last)}" if self._last else ""
+        self.ranks.close()  # whoever else waits in a call finds out now
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        found = self.ranks.roll_call(reason, _LOST * self._timeout_s)
+        lost = [rank for rank in range(self.ranks.size) if rank not in found]
+        who = f"ranks {lost} are gone, or do not answer" if found and lost else "a call between the ranks has failed"
+        others = {rank: said for rank, said in found.items() if not lost or rank == self.ranks.rank}
+        return RankError(f"{who} ({'; '.join(f'rank {r}: {said}' for r, said in others.items()) or reason}){before}")
+
+    # --- both ---
+
+    def _give(self, flag: Flag, group: int, run: Callable[[Sequence[int]], None], ready: Event) -> Completion:
+        job = _Job(run, ready)
+        with self._changed:
+            self._check()
+            self._jobs[flag, group] = job
+            self._changed.notify_all()
+        return job.done
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise RankError(str(self._failure)) from self._failure
+        if self._stopping:
+            raise RankError(f"rank {self.ranks.rank} has left the run: its model is closed, or its program ends")
+
+    def _fail(self, failure: RankError, cause: BaseException) -> None:
+        with self._changed:
+            if self._failure is None:
+                failure.__cause__ = cause if cause is not failure else None
+                self._failure = failure
+            jobs, self._jobs = list(self._jobs.values()), {}
+            asked, self._asked = self._asked, None
+            self._changed.notify_all()
+        waiting = [job.done for job in jobs] + ([asked.done] if asked is not None else [])
+        for completion in waiting:
+            completion.finish(self._failure)
+
+    def _leave(self) -> None:
+        """The thread ends: whoever still waits is told, and connections end, so that other ranks are."""
+        self._fail(RankError(f"rank {self.ranks.rank} has left the run"), RankError())
+        with contextlib.suppress(Exception):
+            self.ranks.close()
+
+
+class _Doing:
+    """What the user's thread is doing, as other ranks are told. Written by that thread, read by another."""
+
+    def __init__(self) -> None:
+        self._doing = "shard()"
+        self._computing = False
+        self._since = time.monotonic()  # the last sign of life
+        self._waiting: float | None = None
+
+    @contextlib.contextmanager
+    def within(self, doing: str, computing: bool) -> Iterator[None]:
+        before = self._doing, self._computing
+        self._doing, self._computing, self._since = doing, computing or before[1], time.monotonic()
+        try:
+            yield
+        finally:
+            self._computing, self._since = before[1], time.monotonic()
+            if before[1]:  # else what was done last is what others are told
+                self._doing = before[0]
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        self._waiting = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waiting = None
+            self._since = time.monotonic()
+
+    def computing(self, doing: str) -> None:
+        self._doing, self._computing, self._since = doing, True, time.monotonic()
+
+    def idle(self, doing: str) -> None:
+        self._doing, self._computing, self._since = doing, False, time.monotonic()
+
+    def seen(self) -> tuple[str, bool, float, float]:
+        """In words, whether it computes, and the seconds it has waited and been quiet."""
+        now, waiting = time.monotonic(), self._waiting
+        return self._doing, self._computing, now - waiting if waiting is not None else 0.0, now - self._since

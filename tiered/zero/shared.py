@@ -1,0 +1,296 @@
+"""SharedGrads: one group's gradients with several ranks, from backward to the mean that this rank keeps.
+
+    arrive, arrive, ... --all that are expected--> offer --every rank has offered--> reduced --> land
+
+What arrives is this rank's own gradient of whole parameters. Where the stage partitions gradients it is added up in
+memory that lives until it is reduced, and the block holds the shard of the mean. Where it does not, the block holds
+the whole gradient, added up over all backwards of a step; reduced, its own slice is the mean.
+
+Invariants:
+1. Which parameters a reduction is about is the same on every rank: those `expected`, which all ranks agreed on, or
+   those that all ranks have just found out any of them has.
+2. Between `offer` and `land` nobody here touches the memory of a reduction.
+3. A mean that was reduced and kept (no `zero_grad`) counts once in the next one, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from tiered.device.memory import Memory
+from tiered.errors import BudgetError, UsageError
+from tiered.zero.grads import GroupGrads, Kernels
+from tiered.zero.group import ParamGroup
+from tiered.zero.traffic import Reduction, Traffic
+
+if TYPE_CHECKING:
+    from tiered.zero.departures import Departures
+    from tiered.zero.reducer import Reducer
+
+
+class SharedGrads(GroupGrads):
+    """What both kinds have in common; see the file's contract."""
+
+    def __init__(
+        self, group: ParamGroup, dtype: torch.dtype, kernels: Kernels, departures: Departures, reducer: Reducer
+    ) -> None:
+        super().__init__(group, dtype, kernels, departures)
+        self.expected = [param.requires_grad for param in group.params]
+        self.arrived = [False] * len(group.params)  # this rank has something that is not reduced
+        self.reduction: Reduction | None = None
+        self._offered: list[bool] = []  # `arrived`, of what is being reduced
+        self._now = [False] * len(group.params)  # of this backward
+        self._begun = 0
+        self._reducer = reducer
+
+    def begin_backward(self) -> None:
+        """Another backward begins."""
+        self._now = [False] * len(self._now)
+
+    def begin(self, position: int) -> tuple[torch.Tensor, bool]:
+        if self.reduction is not None:  # more comes than was expected
+            if self._traffic.retract(self.reduction):
+                self.withdraw()
+            else:
+                self.land()
+        target, add = self._place(position)
+        self._begun += 1
+        return target, add
+
+    def end(self, position: int, total: float) -> None:
+        self._leave()
+        self._begun -= 1
+        self._now[position] = True
+        if not self._begun and self._reducer.reducing and self._now == self.expected == self.arrived:
+            self.offer(self.expected)
+
+    def undo(self, position: int, had: bool) -> None:
+        self._leave()
+        self._begun -= 1
+        self.arrived[position] = had
+
+    def viewed(self) -> bool:
+        return False
+
+    def offer(self, flags: list[bool]) -> None:
+        """Begin to reduce the parameters of `flags`: every rank does. Raises BudgetError, with nothing begun."""
+        reduction = self._prepare(flags)
+        self._offered, self.arrived = self.arrived, [False] * len(self.arrived)
+        self.reduction = reduction
+        try:
+            self._traffic.reduce(reduction)
+        except BaseException:
+            self.withdraw()
+            raise
+
+    def land(self) -> None:
+        """Wait for the reduction, if there is one, and account for it. Raises what reducing raised."""
+        reduction = self.reduction
+        if reduction is None or reduction.done is None:
+            return
+        self._traffic.exchange.wait(reduction.done, "reduce")
+        self.reduction, self._offered = None, []
+        self._landed(reduction)
+        for position, reduced in enumerate(reduction.flags):
+            if reduced:
+                self.present[position] = True
+                self.sums[position] = reduction.totals[position]
+
+    def abandon(self) -> None:
+        """The model is closed, and the ranks are left: forget what is being reduced."""
+        with contextlib.suppress(Exception):
+            self.land()
+        self.withdraw()
+
+    def withdraw(self) -> None:
+        """The reduction was not carried out, and will not be: what was offered has only arrived."""
+        reduction, self.reduction = self.reduction, None
+        if reduction is not None:
+            self.arrived, self._offered = self._offered, []
+            self._withdrawn(reduction)
+
+    @property
+    def left(self) -> list[bool]:
+        """Which parameters this rank has something of that no reduction has taken in, one offered included."""
+        return self._offered if self.reduction is not None else self.arrived
+
+    # --- the user's view ---
+
+    def view(self, position: int) -> torch.Tensor | None:
+        if not (self.present[position] or self.left[position]):
+            return None
+        raise UsageError(
+            f"reading the gradient of a parameter of group '{self.group.name}' with several ranks is not supported, "
+            f"since no rank has all of it: use AdamW(max_grad_norm=...) to clip and optimizer.grad_norm to look"
+        )
+
+    def replace(self, position: int, grad: torch.Tensor | None) -> None:
+        if grad is not None:
+            raise UsageError(f"setting a gradient of group '{self.group.name}' with several ranks is not supported")
+        self.drain()
+        self.land()
+        self.arrived[position] = False
+        self.present[position] = False
+        self.sums[position] = None
+        self._dropped()
+
+    # --- inside ---
+
+    @property
+    def _traffic(self) -> Traffic:
+        if self.group.runtime.traffic is None:
+            raise RuntimeError("one rank reduces nothing")
+        return self.group.runtime.traffic
+
+    def _place(self, position: int) -> tuple[torch.Tensor, bool]:
+        raise NotImplementedError
+
+    def _leave(self) -> None:
+        raise NotImplementedError
+
+    def _prepare(self, flags: list[bool]) -> Reduction:
+        raise NotImplementedError
+
+    def _landed(self, reduction: Reduction) -> None:
+        raise NotImplementedError
+
+    def _withdrawn(self, reduction: Reduction) -> None:
+        raise NotImplementedError
+
+    def _dropped(self) -> None:
+        raise NotImplementedError
+
+
+class PartitionedGrads(SharedGrads):
+    """Of stages 2 and 3: the block is this rank's shard."""
+
+    def __init__(
+        self, group: ParamGroup, dtype: torch.dtype, kernels: Kernels, departures: Departures, reducer: Reducer
+    ) -> None:
+        super().__init__(group, dtype, kernels, departures, reducer)
+        self._whole: Memory | None = None
+
+    def zero(self, position: int) -> None:
+        self.land()
+        super().zero(position)
+        if self.arrived[position]:
+            slot = self.group.spec.slots[position]
+            self._memory().view(self.dtype, slot.start, slot.stop).zero_()
+
+    def _place(self, position: int) -> tuple[torch.Tensor, bool]:
+        slot = self.group.spec.slots[position]
+        target = self._memory().view(self.dtype, slot.start, slot.stop)
+        add, self.arrived[position] = self.arrived[position], True
+        return target, add
+
+    def _leave(self) -> None:
+        return None
+
+    def _prepare(self, flags: list[bool]) -> Reduction:
+        store, whole = self.group.runtime.store, self._memory()
+        block = store.acquire(self.block, fresh=not any(self.present))
+        for position, slot in enumerate(self.group.spec.slots):
+            if flags[position] and not self.arrived[position]:
+                whole.view(self.dtype, slot.start, slot.stop).zero_()
+        self._whole = None
+        target = block.view(self.dtype)
+        return Reduction(self.group, list(flags), whole, target, list(self.present), [0.0] * len(flags))
+
+    def _landed(self, reduction: Reduction) -> None:
+        self._withdrawn(reduction)
+        self._give_back()
+
+    def _withdrawn(self, reduction: Reduction) -> None:
+        reduction.target = reduction.target[:0].clone()  # nobody views the block any more
+        self.group.runtime.store.release(self.block, dirty=True)
+        self._whole = reduction.whole
+
+    def _dropped(self) -> None:
+        if not any(self.arrived):
+            self._give_back()
+        if not any(self.present) and "grad" in self.group.blocks:
+            self.group.runtime.store.discard(self.block)
+
+    def _give_back(self) -> None:
+        memory, self._whole = self._whole, None
+        if memory is not None:
+            self.group.runtime.store.unstage(memory)
+
+    def _memory(self) -> Memory:
+        """What this rank's whole gradient is added up in."""
+        if self._whole is None:
+            what = f"the gradients of group '{self.group.name}' before they are reduced"
+            nbytes = self.group.spec.numel * self.dtype.itemsize
+            self._whole = self._reducer.with_room(lambda: self.group.runtime.store.staging(nbytes, what), BudgetError)
+        return self._whole
+
+
+class WholeGrads(SharedGrads):
+    """Of stage 1: the block is the whole gradient."""
+
+    def __init__(
+        self, group: ParamGroup, dtype: torch.dtype, kernels: Kernels, departures: Departures, reducer: Reducer
+    ) -> None:
+        super().__init__(group, dtype, kernels, departures, reducer)
+        self._reduced = [False] * len(group.params)  # the own slice is the mean, the others mean nothing
+
+    def zero(self, position: int) -> None:
+        self.land()
+        if self.present[position]:
+            slot = self.group.spec.slots[position]
+            with self.group.runtime.store.pinned(self.block, dirty=True) as memory:
+                memory.view(self.dtype, slot.start, slot.stop).zero_()
+            self.sums[position] = None
+
+    def _place(self, position: int) -> tuple[torch.Tensor, bool]:
+        slot = self.group.spec.slots[position]
+        memory = self.group.runtime.store.acquire(self.block, fresh=not any(self.present))
+        add = self._as_own(memory, position)
+        self.present[position] = self.arrived[position] = True
+        return memory.view(self.dtype, slot.start, slot.stop), add
+
+    def _leave(self) -> None:
+        self.group.runtime.store.release(self.block, dirty=True)
+
+    def _prepare(self, flags: list[bool]) -> Reduction:
+        memory = self.group.runtime.store.acquire(self.block, fresh=not any(self.present))
+        for position, slot in enumerate(self.group.spec.slots):
+            if flags[position] and not self._as_own(memory, position):
+                memory.view(self.dtype, slot.start, slot.stop).zero_()
+        base = self.group.base("grad")
+        target = memory.view(self.dtype, base, base + self.group.spec.shard_numel)
+        return Reduction(self.group, list(flags), memory, target, [False] * len(flags), [0.0] * len(flags))
+
+    def _landed(self, reduction: Reduction) -> None:
+        self._withdrawn(reduction)
+        for position, reduced in enumerate(reduction.flags):
+            self._reduced[position] |= reduced
+
+    def _withdrawn(self, reduction: Reduction) -> None:
+        reduction.target = reduction.target[:0].clone()
+        self.group.runtime.store.release(self.block, dirty=True)
+
+    def _dropped(self) -> None:
+        self._reduced = [old and there for old, there in zip(self._reduced, self.present, strict=True)]
+        if not any(self.present) and "grad" in self.group.blocks:
+            self.group.runtime.store.discard(self.block)
+
+    def _as_own(self, memory: Memory, position: int) -> bool:
+        """Make one parameter's gradient, where there is one, something to be reduced; False where there is none.
+
+        A mean that was kept becomes N times its own slice and nothing elsewhere: summed and divided, it is itself.
+        """
+        if not self.present[position]:
+            return False
+        if self._reduced[position]:
+            self._reduced[position] = False
+            slot = self.group.spec.slots[position]
+            whole = memory.view(self.dtype, slot.start, slot.stop)
+            start, stop = self._held(position)
+            own = whole[start - slot.start : stop - slot.start].clone()
+            whole.zero_()
+            whole[start - slot.start : stop - slot.start] = own * self.group.runtime.ranks.size
+        return True

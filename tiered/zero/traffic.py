@@ -1,0 +1,208 @@
+"""Traffic: the bytes of one model that go between ranks, and the memory that this takes.
+
+    gather      a rank's shard in its place in the buffer --> everybody's shards in theirs      (a want)
+    serve       this rank's shard, from wherever it lives --> the ranks that want it
+    reduce      every rank's whole gradient --> the mean of this rank's slice                   (an offer)
+    complete    every rank's updated shard --> the whole block                                  (an offer)
+
+What is called here on the user's thread gives jobs to the exchange, whose thread carries them out. Invariants:
+1. The memory of a job is kept by whoever gives it, until it is done.
+2. Besides that memory, traffic takes what `scratch_bytes` says, charged to the host budget for the model's life.
+3. Sums are made in fp32 in the order of ranks, and rounded once: which rank, tier or time makes one changes no bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from tiered.device.base import Device
+from tiered.device.memory import Memory, page_ceil
+from tiered.device.ticket import Completion, Event
+from tiered.stats import Meter
+from tiered.store.store import TieredStore
+from tiered.zero.agreement import Flag
+from tiered.zero.exchange import Exchange
+
+if TYPE_CHECKING:
+    from tiered.zero.group import ParamGroup
+    from tiered.zero.passage import Passage
+
+_WINDOW = 1 << 20  # bytes of a slice that are summed at once: they stay in a core's cache
+
+Average = Callable[[torch.Tensor, Sequence[torch.Tensor], int, bool], float]
+
+
+def scratch_bytes(ranks: int, largest_shard: int) -> int:
+    """Bytes of the host budget that traffic takes; largest_shard: bytes of the largest param shard that may be on a
+    drive."""
+    return 2 * (ranks - 1) * _WINDOW + page_ceil(largest_shard) if ranks > 1 else 0
+
+
+@dataclasses.dataclass(slots=True)
+class Gathering:
+    """A group on its way from all ranks."""
+
+    exchange: Exchange
+    device: Device
+    done: Completion
+    arrived: Event | None = None  # on the device, where it does not arrive at once
+
+    def over(self) -> bool:
+        """Nothing of it is in flight."""
+        return self.done.done() and (self.arrived is None or self.arrived.done())
+
+    def settle(self) -> None:
+        """Wait until every rank has done its part. An interrupt passes."""
+        if not self.done.done():
+            self.exchange.wait(self.done, "gather")
+
+    def arrive(self) -> None:
+        """Compute given from now on finds the group in its place. Raises what gathering raised."""
+        self.done.wait()
+        if self.arrived is not None:
+            self.device.order(self.arrived)
+
+
+@dataclasses.dataclass(slots=True)
+class Reduction:
+    """One group's gradients on their way to the mean over ranks."""
+
+    group: ParamGroup
+    flags: list[bool]  # the parameters it is about: the same on every rank
+    whole: Memory  # this rank's whole gradient, which is used up
+    target: torch.Tensor  # this rank's shard of the mean (1-D), maybe a part of `whole`
+    add: list[bool]  # by parameter: the target has something that this is added to
+    totals: list[float]  # by parameter: the sum of squares of what the target has then
+    done: Completion | None = None
+
+
+class Traffic:
+    """See the file's contract."""
+
+    def __init__(
+        self, exchange: Exchange, device: Device, store: TieredStore, meter: Meter, average: Average, largest_shard: int
+    ) -> None:
+        """largest_shard: bytes of the largest param shard that may be on a drive. Raises BudgetError."""
+        self.exchange = exchange
+        self._device = device
+        self._store = store
+        self._meter = meter
+        self._average = average
+        self._groups: list[ParamGroup] = []
+        self._charged = scratch_bytes(exchange.ranks.size, largest_shard)
+        store.host.charge(self._charged, "what goes between ranks")
+        window = (exchange.ranks.size - 1) * _WINDOW
+        self._scratch = [torch.empty(window, dtype=torch.uint8, device="cpu") for _ in range(2)]
+        self._serving = Memory(largest_shard)
+
+    def start(self, groups: Sequence[ParamGroup]) -> None:
+        """Begin: from now on other ranks are given what they want of `groups`."""
+        self._groups = list(groups)
+        self._serving.commit()
+        self.exchange.start(self.serve)
+
+    def close(self) -> None:
+        """Leave the ranks, and give back what traffic took. Idempotent."""
+        self.exchange.stop()
+        self._groups = []
+        self._scratch = []
+        if self._serving.committed:
+            self._serving.decommit()
+        self._store.host.refund(self._charged)
+        self._charged = 0
+
+    # --- jobs, given on the user's thread ---
+
+    def gather(self, group: ParamGroup, passage: Passage) -> Gathering:
+        """Begin gathering `group`, whose own shard `passage` brings to its place in the buffer."""
+        gathering: Gathering
+
+        def run(wanting: Sequence[int]) -> None:
+            gathering.arrived = self._gather(group, passage, wanting)
+
+        gathering = Gathering(self.exchange, self._device, Completion())
+        gathering.done = self.exchange.want(group.index, run, passage.issued)
+        return gathering
+
+    def reduce(self, reduction: Reduction) -> None:
+        """Begin reducing, once every rank begins it with this group."""
+        group = reduction.group
+        reduction.done = self.exchange.offer(Flag.GRADIENT, group.index, lambda: self._reduce(reduction))
+
+    def retract(self, reduction: Reduction) -> bool:
+        """Take a reduction back, if it has not begun: True where it never will."""
+        return self.exchange.retract(Flag.GRADIENT, reduction.group.index)
+
+    def complete(self, group: ParamGroup, memory: Memory) -> Completion:
+        """Begin to fill in what other ranks have updated of the whole `param` block that `memory` holds."""
+        return self.exchange.offer(Flag.VALUES, group.index, lambda: self._complete(group, memory))
+
+    # --- on the communication thread ---
+
+    def serve(self, index: int, wanting: Sequence[int]) -> None:
+        """Give this rank's shard of a group to the ranks that want it."""
+        block, ranks = self._groups[index].blocks["param"], self.exchange.ranks
+        memory = block.memory if self._store.resident(block) else None
+        if memory is None:
+            memory = self._serving
+            self._store.read(block, self._serving, nbytes=block.nbytes).wait()
+        ranks.unite(None, memory.bytes[: block.nbytes], [], wanting)
+
+    def _gather(self, group: ParamGroup, passage: Passage, wanting: Sequence[int]) -> Event | None:
+        ranks, flat = self.exchange.ranks, group.buffer.bytes
+        passage.issued.wait()
+        self._meter.communicated("all_gather", group.spec.numel, flat.numel())
+        if flat.is_cuda and len(wanting) == ranks.size:
+            return self._device.communicate(lambda: ranks.all_gather(group.buffer.view(group.dtype)), passage.copied)
+        passage.copied.wait()
+        spans = _spans(group, ranks.size)
+        start, stop = spans[ranks.rank]
+        if flat.is_cuda:
+            self._gather_through_host(flat, spans, wanting)
+        else:
+            ranks.unite(flat, flat[start:stop], spans, wanting)
+        return None
+
+    def _gather_through_host(self, flat: torch.Tensor, spans: list[tuple[int, int]], wanting: Sequence[int]) -> None:
+        """Where not all ranks want a group, no collective of the GPUs fits: what comes goes through host memory."""
+        start, stop = spans[self.exchange.ranks.rank]
+        host = torch.empty(flat.numel(), dtype=torch.uint8, device="cpu")
+        host[start:stop].copy_(flat[start:stop])
+        self.exchange.ranks.unite(host, host[start:stop], spans, wanting)
+        flat.copy_(host)
+
+    def _reduce(self, reduction: Reduction) -> None:
+        group, ranks = reduction.group, self.exchange.ranks
+        dtype = reduction.target.dtype
+        flat = reduction.whole.view(dtype)
+        self._meter.communicated("reduce_scatter", flat.numel(), flat.numel() * dtype.itemsize)
+        slots = [(i, slot) for i, slot in enumerate(group.spec.slots) if reduction.flags[i]]
+        parts = [(i, *group.spec.owned_shard(slot, ranks.rank)) for i, slot in slots]
+
+        def take(start: int, stop: int, slices: Sequence[torch.Tensor]) -> None:
+            for position, first, last in parts:
+                low, high = max(first, start), min(last, stop)
+                if low < high:
+                    sources = [part[low - start : high - start] for part in slices]
+                    reduction.totals[position] += self._average(
+                        reduction.target[low:high], sources, ranks.size, reduction.add[position]
+                    )
+
+        ranks.exchange_slices(flat, [memory.view(dtype) for memory in self._scratch], take)
+
+    def _complete(self, group: ParamGroup, memory: Memory) -> None:
+        ranks = self.exchange.ranks
+        spans = _spans(group, ranks.size)
+        start, stop = spans[ranks.rank]
+        self._meter.communicated("all_gather", group.spec.numel, memory.bytes.numel())
+        ranks.unite(memory.bytes, memory.bytes[start:stop], spans, range(ranks.size))
+
+
+def _spans(group: ParamGroup, ranks: int) -> list[tuple[int, int]]:
+    """The bytes of every rank's param shard in the gathered group."""
+    size = group.dtype.itemsize
+    return [(start * size, stop * size) for start, stop in (group.spec.shard(rank) for rank in range(ranks))]
