@@ -100,7 +100,6 @@ def shard(model: M, config: Config) -> M:
         plans = plan_groups(model, config, ranks.size)
         limits = run.compare(model, config, plans[1], available_bytes())
         host_limit = limits.host_bytes(config)
-        ranks.connect()
         with contextlib.ExitStack() as undo:
             undo.callback(ranks.close)
             _build(model, config, run, plans, host_limit, undo)
@@ -157,7 +156,12 @@ def _build(
         traffic=traffic,
     )
     arithmetic = Kernels(_accumulate, kernels.sum_of_squares, _average)
-    build(model, config, runtime, plans, placement, arithmetic, run.agree)
+
+    def ready() -> None:
+        run.agree()
+        ranks.connect()
+
+    build(model, config, runtime, plans, placement, arithmetic, ready)
 
 
 def close(model: nn.Module, *, keep_weights: bool = True) -> None:

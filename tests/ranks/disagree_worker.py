@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import tiered
 
 REFUSED = 9
-SLOW_S = 6.0  # of the fault `sleep`
+SLOW_S = 9.0  # of the fault `sleep`
 WIDTH = 16
 SHARD = {  # where `shard:FAULT` and `step:FAULT` strike: at the n-th call of a function of that file
     "shard": ("tiered/zero/build.py", 12),
@@ -164,6 +164,10 @@ class Rank:
         finally:
             self.model.blocks[2].backward_fault = None
         self.loss.backward()
+
+    def unsynced(self) -> None:
+        with tiered.no_sync(self.model):
+            self.backward()
 
     def step(self, fault: str = "") -> None:
         with _fault_inside("step", fault):

@@ -1,8 +1,8 @@
 """One rank of a run over several hosts, started by torchrun for test_hosts.py; in the test itself, the one-rank run.
 
 Usage: hosts_worker.py train|endless SWAP OUT. `train` trains at stages 3 and 1 and saves the losses and weights as
-OUT/<rank>.pt. `endless` makes OUT/<rank>.started once it trains, and goes on until an error of tiered, which it saves
-as OUT/<rank>.json.
+OUT/<rank>.pt. `endless` writes its process id to OUT/<rank>.started once it trains, and goes on until an error of
+tiered, which it saves as OUT/<rank>.json.
 """
 
 import json
@@ -64,6 +64,12 @@ def train(stage: int, swap: Path) -> dict[str, Any]:
     return {"losses": losses, "weights": weights}
 
 
+def write(path: Path, text: str) -> None:
+    """Make a file that is seen whole, or not at all."""
+    path.with_suffix(".part").write_text(text)
+    path.with_suffix(".part").rename(path)
+
+
 def endless(swap: Path, out: Path) -> None:
     model, optimizer = sharded(3, swap)
     rank = dist.get_rank()
@@ -71,12 +77,11 @@ def endless(swap: Path, out: Path) -> None:
         for number in range(10**9):
             step(model, optimizer, torch.ones(2, WIDTH))
             if number == STEPS:
-                (out / f"{rank}.started").touch()
+                write(out / f"{rank}.started", str(os.getpid()))
     except tiered.TieredError as error:
         tiered.close(model, keep_weights=False)
         seen = {"type": type(error).__name__, "message": str(error), "left": os.listdir(swap)}
-        (out / f"{rank}.part").write_text(json.dumps(seen))
-        (out / f"{rank}.part").rename(out / f"{rank}.json")  # seen whole, or not at all
+        write(out / f"{rank}.json", json.dumps(seen))
         sys.exit(1)
 
 

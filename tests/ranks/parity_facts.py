@@ -8,6 +8,7 @@ import contextlib
 import gc
 import os
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from parity.harness import ADAM, SEED, same
 from ranks.parity_models import CONV, NET, WIDTH, Case, float_rows
-from ranks.parity_run import Where, shard, sharded
+from ranks.parity_run import ENOUGH, Session, Where, shard, sharded
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -55,6 +56,20 @@ def gradients_are_refused_by_name(where: Where) -> None:
         session.train([2])
 
 
+def pauses_change_no_bit(where: Where) -> None:
+    """Whether what is reduced early arrives before more of it comes than was learnt, or after, shows in no bit."""
+    seen = []
+    for pause_s in (0, 0.1):
+        with sharded(where, NET) as session:
+            session.train([0])
+            session.backward(1)
+            time.sleep(pause_s)
+            session.backward(2)
+            norm = session.step()
+            seen.append({"norm": norm, **session.outcome()})
+    same(seen[1], seen[0], exact=True)
+
+
 def average_is_the_mean_over_ranks(where: Where) -> None:
     with sharded(where, NET) as session:
         assert tiered.average(session.model, float(where.rank)) == (where.ranks - 1) / 2
@@ -63,17 +78,24 @@ def average_is_the_mean_over_ranks(where: Where) -> None:
 
 
 def budgets_of_a_node_are_divided(where: Where) -> None:
-    """budgets="node": N times the least that one rank is content with is enough for N ranks, and not a byte less."""
+    """budgets="node": each rank keeps to its share; and what ranks are given never adds up beyond the machine."""
     torch.manual_seed(SEED)
     model = NET.build()
-    settings = where.settings(budgets="node", device_budget=1, host_budget=1)
-    for field in ("device_budget", "host_budget"):
-        settings[field] = where.ranks << 20
-    with tiered.shard(model, tiered.Config(**settings)):
-        most = tiered.stats(model).peak_bytes
-        assert 0 < most["host"] <= 1 << 20
-    with pytest.raises(tiered.ConfigError, match="host_budget"):
-        tiered.shard(model, tiered.Config(**{**settings, "host_budget": 1 << 62, "budgets": "rank"}))
+    least = _named(where, model, host_budget=1)
+    _named(where, model, host_budget=where.ranks * least - where.ranks, budgets="node")
+    with tiered.shard(model, tiered.Config(**where.settings(host_budget=where.ranks * least, budgets="node"))):
+        model(*NET.rows(0)).backward()
+        assert 0 < tiered.stats(model).peak_bytes["host"] <= least
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with pytest.raises(tiered.ConfigError, match="host_budget"):  # each alone has room for it
+        tiered.shard(model, tiered.Config(**where.settings(host_budget=memory - 1)))
+
+
+def _named(where: Where, model: nn.Module, **settings: Any) -> int:
+    """The host budget that a refusal names as enough for one rank."""
+    with pytest.raises(tiered.ConfigError) as refusal:
+        tiered.shard(model, tiered.Config(**where.settings(**settings)))
+    return int(ENOUGH.match(str(refusal.value))[2])
 
 
 def buffers_are_those_of_distributed_data_parallel(where: Where) -> None:
@@ -103,7 +125,7 @@ def _plainly(where: Where) -> dict[str, Any]:
         losses.append(loss.item())
     model.eval()
     with torch.no_grad():
-        losses.append(model(*(r.chunk(where.ranks)[where.rank] for r in CONV.rows(3))).item())
+        losses.append(replica(*(r.chunk(where.ranks)[where.rank] for r in CONV.rows(3))).item())
     return {"losses": losses, "values": {name: v.detach().clone() for name, v in model.state_dict().items()}}
 
 
@@ -134,12 +156,9 @@ def communication_is_what_the_theory_says(where: Where) -> None:
     with sharded(where, SQUARES, config=window) as session:
         session.train([0])
         for backwards, quiet in ((1, False), (3, False), (3, True)):
+            _accumulate(session, backwards, quiet=quiet)  # how many backwards a step has is learnt
             before = tiered.stats(session.model).collective_elements
-            for micro in range(backwards):
-                silent = quiet and micro < backwards - 1
-                with tiered.no_sync(session.model) if silent else contextlib.nullcontext():
-                    session.backward(micro)
-            session.step()
+            _accumulate(session, backwards, quiet=quiet)
             after = tiered.stats(session.model).collective_elements
             moved = {kind: after[kind] - before[kind] for kind in ("all_gather", "reduce_scatter")}
             reductions = backwards if where.stage > 1 and not quiet else 1
@@ -150,6 +169,14 @@ def communication_is_what_the_theory_says(where: Where) -> None:
             else:
                 turn = 2 * SQUARE**2  # what of a window may be kept from forward to backward and to the next forward
                 assert 2 * backwards * (ALL - turn) <= moved["all_gather"] <= 2 * backwards * ALL, what
+
+
+def _accumulate(session: Session, backwards: int, *, quiet: bool) -> None:
+    for micro in range(backwards):
+        silent = quiet and micro < backwards - 1
+        with tiered.no_sync(session.model) if silent else contextlib.nullcontext():
+            session.backward(micro)
+    session.step()
 
 
 def held(where: Where) -> dict[str, Any]:
@@ -179,7 +206,7 @@ def nothing_is_left_after_close(where: Where) -> None:
             raise ZeroDivisionError
         del session
         dist.barrier()
-        assert held(where) == before, place
+        same(held(where), before, exact=True, where=f"{place}: after close")
         assert not list(where.swap.iterdir()), place
         dist.barrier()
 
@@ -189,6 +216,7 @@ FACTS: dict[str, Callable[[Where], None]] = {
     for function in (
         unequal_is_refused,
         gradients_are_refused_by_name,
+        pauses_change_no_bit,
         average_is_the_mean_over_ranks,
         budgets_of_a_node_are_divided,
         buffers_are_those_of_distributed_data_parallel,

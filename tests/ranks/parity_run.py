@@ -37,7 +37,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "tight": {"device": "cpu", "device_budget": 1, "host_budget": 1},
     "tight device": {"device": "emulated", "emulation": LINK, "device_budget": 1, "host_budget": 1},
 }
-_ENOUGH = re.compile(r"^(device_budget|host_budget)=.* at least (\d+)")
+ENOUGH = re.compile(r"^(device_budget|host_budget)=.* at least (\d+)")
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def shard(where: Where, model: nn.Module, **config: Any) -> None:
             tiered.shard(model, tiered.Config(**settings))
             return
         except tiered.ConfigError as refusal:
-            named = _ENOUGH.match(str(refusal))
+            named = ENOUGH.match(str(refusal))
             if named is None or not where.place.startswith("tight"):
                 raise
             assert int(named[2]) > settings[named[1]], f"named {named[2]} after it was given: {refusal}"

@@ -16,7 +16,7 @@ from ranks.forked import Ended, Forks
 
 PATIENT, IMPATIENT = 90.0, 3.0  # rank_timeout_s
 LIMIT_S = 20.0
-SLEEP = "sleep:7"
+SLEEP = "sleep:5"
 SAVING = "state.?dict"
 KILLED, INTERRUPTED, SURPRISED, DONE = -9, -2, 1, 0
 
@@ -44,9 +44,11 @@ class Case:
     patience: float = PATIENT
 
 
-def run(forks: Forks, swap: Path, programs: Sequence[str], patience: float = PATIENT, stage: int = 3) -> list[Ended]:
+def run(
+    forks: Forks, swap: Path, programs: Sequence[str], patience: float = PATIENT, stage: int = 3, device: str = "cpu"
+) -> list[Ended]:
     words = [program.split(", ") for program in programs]
-    return forks.run(words, swap.parent, LIMIT_S, stage=stage, rank_timeout_s=patience)
+    return forks.run(words, swap.parent, LIMIT_S, stage=stage, rank_timeout_s=patience, device=device)
 
 
 def told(message: str, rank: int) -> str:
@@ -81,6 +83,10 @@ DIFFERENT = {
     "one more backward": Case(
         ("shard, train, backward, step, state_dict", "shard, train, backward, backward, step, state_dict"),
         ("step", "backward|step"),
+    ),
+    "one backward kept back": Case(
+        ("shard, train, unsynced, backward, step, saved", "shard, train, backward, backward, step, saved"),
+        ("backward", "backward"),
     ),
     "a step and a state_dict": Case(
         ("shard, train, backward, step, saved", "shard, train, backward, saved, step"), ("step", SAVING)
@@ -202,6 +208,13 @@ def test_who_waits_for_a_rank_that_makes_no_more_calls_says_so_in_time(
 ) -> None:
     case = SILENT[name]
     check(run(forks, swap, case.programs, case.patience, stage), case.ends, case.says)
+    assert list(swap.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["raises in forward", "raises in backward", "is interrupted in step"])
+def test_a_device_with_memory_of_its_own_makes_no_difference_to_who_waits(name: str, forks: Forks, swap: Path) -> None:
+    case = SILENT[name]
+    check(run(forks, swap, case.programs, case.patience, device="emulated"), case.ends, case.says)
     assert list(swap.iterdir()) == []
 
 

@@ -152,7 +152,7 @@ def build(
     ready()
     try:
         if model.reducer is not None and runtime.traffic is not None:
-            runtime.traffic.start(groups)
+            runtime.traffic.start(groups, model)
             model.reducer.start([grads for grads in model.grads if isinstance(grads, SharedGrads)])
             initial.equalize(module, groups, runtime, refuse=config.initial_values == "equal")
         _fill_and_take(model, group_plans)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -103,11 +103,14 @@ class Ranks:
             ) from error
 
     def connect(self) -> None:
-        """Make the group; every rank does, in the same order."""
+        """Make the group; every rank does, in the same order. Raises RankError where one does not."""
         if self.size > 1:
             self._place = f"tiered/{next(_meetings)}"
             limit = timedelta(seconds=_GROUP_SHARE * self._timeout_s)
-            self._group = dist.new_group(backend=self._wanted, timeout=limit)
+            try:
+                self._group = dist.new_group(backend=self._wanted, timeout=limit)
+            except RuntimeError as error:
+                raise RankError(f"the ranks cannot connect with each other: {first_line(error)}") from error
 
     def roll_call(self, mine: str, patience_s: float) -> dict[int, str]:
         """What each rank that answers within `patience_s` says, `mine` among it; called by all that are alive once a
@@ -143,10 +146,22 @@ class Ranks:
     def unite(
         self, whole: torch.Tensor | None, own: torch.Tensor, spans: Sequence[tuple[int, int]], wanting: Sequence[int]
     ) -> None:
-        """Bring every rank's part to the ranks `wanting` it.
+        """Bring every rank's part to the ranks `wanting` it, and wait for that; `own` may lie anywhere. See `post`."""
+        works = self.post(whole, own, spans, wanting)
+        if whole is not None:
+            start, stop = spans[self.rank]
+            if own.data_ptr() != whole[start:stop].data_ptr():
+                whole[start:stop].copy_(own)
+        for work in works:
+            work.wait()
+
+    def post(
+        self, whole: torch.Tensor | None, own: torch.Tensor, spans: Sequence[tuple[int, int]], wanting: Sequence[int]
+    ) -> list[Any]:
+        """Begin to bring every rank's part to the ranks `wanting` it; returns what is to be waited for.
 
         whole: bytes on the host (uint8), of which rank r's part is [start, stop) of spans[r]; None on a rank that does
-        not want it. own: this rank's part.
+        not want it. own: this rank's part. Both stay as they are until all has been waited for.
         """
         works = []
         for rank in wanting:
@@ -154,13 +169,9 @@ class Ranks:
                 works += self._send(own, rank)
         if whole is not None:
             for rank, (start, stop) in enumerate(spans):
-                if rank == self.rank:
-                    if own.data_ptr() != whole[start:stop].data_ptr():
-                        whole[start:stop].copy_(own)
-                else:
+                if rank != self.rank:
                     works += self._receive(whole[start:stop], rank)
-        for work in works:
-            work.wait()
+        return works
 
     def all_gather(self, flat: torch.Tensor) -> None:
         """Fill `flat` (N x S elements, on a GPU) with every rank's slice of it; this rank's is in place."""
@@ -172,36 +183,51 @@ class Ranks:
         _reduce_single(shard, flat, group=self._group)
         return shard
 
-    def exchange_slices(self, flat: torch.Tensor, scratch: Sequence[torch.Tensor], take: Take) -> None:
-        """Give `take` this rank's slice of every rank's `flat` (N x S elements, on the host), a window at a time.
+    def exchange_slices(
+        self, jobs: Sequence[tuple[torch.Tensor, Take]], scratch: Sequence[torch.Tensor]
+    ) -> Iterator[int]:
+        """Of each job, a `flat` (N x S elements, on the host), give `take` this rank's slice of every rank's, a window
+        at a time; yields the place of each job that is done.
 
-        scratch: two tensors of the dtype and (N - 1) x window elements, on the host: while one window is taken, the
-        next is on its way.
+        scratch: two tensors of bytes: while one window is taken, the next is on its way.
         """
-        slices = flat.chunk(self.size)
-        numel, window = slices[0].numel(), scratch[0].numel() // max(self.size - 1, 1)
-
-        def post(start: int, memory: torch.Tensor) -> tuple[list[Any], list[torch.Tensor]]:
-            stop = min(start + window, numel)
-            works, parts = [], []
-            for rank in range(self.size):
-                if rank == self.rank:
-                    parts.append(slices[rank][start:stop])
-                    continue
-                part = memory[(rank - (rank > self.rank)) * window :][: stop - start]
-                works += self._receive(part.view(torch.uint8), rank)
-                works += self._send(slices[rank][start:stop].view(torch.uint8), rank)
-                parts.append(part)
-            return works, parts
-
-        coming = post(0, scratch[0])
-        for number, start in enumerate(range(0, numel, window)):
-            works, parts = coming
-            if start + window < numel:
-                coming = post(start + window, scratch[(number + 1) % 2])
+        windows = [
+            (job, start, min(start + step, numel))
+            for job, (flat, _) in enumerate(jobs)
+            for numel in [flat.numel() // self.size]
+            for step in [scratch[0].numel() // max(self.size - 1, 1) // flat.element_size()]
+            for start in range(0, numel, step)
+        ]
+        coming = [self._post_window(jobs[windows[0][0]][0], *windows[0][1:], scratch[0])] if windows else []
+        for number, (job, start, stop) in enumerate(windows):
+            works, parts = coming.pop()
+            following = windows[number + 1] if number + 1 < len(windows) else None
+            if following is not None:
+                memory = scratch[(number + 1) % 2]
+                coming.append(self._post_window(jobs[following[0]][0], *following[1:], memory))
             for work in works:
                 work.wait()
-            take(start, min(start + window, numel), parts)
+            jobs[job][1](start, stop, parts)
+            del parts, works
+            if following is None or following[0] != job:
+                yield job
+
+    def _post_window(
+        self, flat: torch.Tensor, start: int, stop: int, memory: torch.Tensor
+    ) -> tuple[list[Any], list[torch.Tensor]]:
+        """Begin to exchange elements [start, stop) of every slice; returns what to wait for, and where they come."""
+        slices, room = flat.chunk(self.size), memory.view(flat.dtype)
+        works: list[Any] = []
+        parts: list[torch.Tensor] = []
+        for rank, theirs in enumerate(slices):
+            if rank == self.rank:
+                parts.append(theirs[start:stop])
+                continue
+            part = room[len(parts) * (stop - start) if rank < self.rank else (len(parts) - 1) * (stop - start) :]
+            parts.append(part[: stop - start])
+            works += self._receive(parts[-1].view(torch.uint8), rank)
+            works += self._send(theirs[start:stop].view(torch.uint8), rank)
+        return works, parts
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Give every rank the values of rank 0; on the host."""

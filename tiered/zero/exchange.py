@@ -21,13 +21,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
-from tiered.device.ticket import Completion, Event, Finished
+from tiered.device.ticket import Completion, Event, Finished, settled
 from tiered.errors import RankError
 from tiered.stats import Meter
 from tiered.zero.agreement import Call, Conclusion, Flag, Header, conclude, decode, describe, encode
@@ -38,11 +39,24 @@ _IDLE_S = (0.002, 0.02)  # before a rank with nothing to say joins a round: at f
 _LOST = 0.05  # of the time limit: given to the living to say so when one is lost
 
 
+class Carrier(Protocol):
+    """What moves the bytes of a round. Each method yields the place in what it was given of each job that is done."""
+
+    def gather(self, moves: Sequence[tuple[int, Sequence[int], Any]]) -> Iterator[int]:
+        """Groups, the ranks that want each, and what `want` was given, or None where this rank wants it not."""
+
+    def reduce(self, payloads: Sequence[Any]) -> Iterator[int]:
+        """What `offer` was given for gradients, in order of groups."""
+
+    def complete(self, payloads: Sequence[Any]) -> Iterator[int]:
+        """What `offer` was given for values, in order of groups."""
+
+
 @dataclasses.dataclass(slots=True)
 class _Job:
-    """One group's part in a round: `run` gets the ranks that want it."""
+    """One group's part in a round."""
 
-    run: Callable[[Sequence[int]], None]
+    payload: Any  # the carrier's
     ready: Event
     said: bool = False  # to the other ranks, in the round that is going on
     done: Completion = dataclasses.field(default_factory=Completion)
@@ -76,33 +90,26 @@ class Exchange:
         self._stopping = False
         self._last: list[Header] = []
         self._state = _Doing()
-        self._serve: Callable[[int, Sequence[int]], None] | None = None
+        self._carrier: weakref.ref[Carrier] | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, serve: Callable[[int, Sequence[int]], None]) -> None:
-        """Begin the rounds. `serve`, a bound method whose object may go, gives out this rank's part of a group."""
-        alive = weakref.WeakMethod(serve)
-
-        def give(group: int, wanting: Sequence[int]) -> None:
-            if (method := alive()) is None:
-                raise RankError("the model was collected")
-            method(group, wanting)
-
-        self._serve = give
+    def start(self, carrier: Carrier, owner: object) -> None:
+        """Begin the rounds; they end when `owner` is collected, or `carrier`."""
+        self._carrier = weakref.ref(carrier)
         self._thread = threading.Thread(target=self._rounds, name="tiered-ranks", daemon=True)
-        weakref.finalize(serve.__self__, self._stop_soon).atexit = False  # type: ignore[attr-defined]
+        weakref.finalize(owner, self._stop_soon).atexit = False
         atexit.register(self._at_exit)  # before the interpreter takes its threads down where they stand
         self._thread.start()
 
     # --- the user's thread ---
 
-    def want(self, group: int, run: Callable[[Sequence[int]], None], ready: Event) -> Completion:
-        """Have `run` gather a group once its own part is `ready`."""
-        return self._give(Flag.WANT, group, run, ready)
+    def want(self, group: int, payload: Any, ready: Event) -> Completion:
+        """Have the carrier gather a group once this rank's own part is `ready`."""
+        return self._give(Flag.WANT, group, payload, ready)
 
-    def offer(self, flag: Flag, group: int, run: Callable[[], None]) -> Completion:
-        """Have `run` exchange a group's gradient or values with every rank, once all have offered it."""
-        return self._give(flag, group, lambda _: run(), Finished())
+    def offer(self, flag: Flag, group: int, payload: Any) -> Completion:
+        """Have the carrier exchange a group's gradient or values with every rank, once all have offered it."""
+        return self._give(flag, group, payload, Finished())
 
     def together(self, call: Call, doing: str, action: Callable[[], T], *, detail: int = 0, closes: bool = False) -> T:
         """Run `action` once every rank has made the same `call` with the same `detail`, on the communication thread.
@@ -140,10 +147,14 @@ class Exchange:
 
     def wait(self, event: Event, cause: str) -> None:
         """Wait for a job or a call; other ranks are told that this one waits."""
+        self.settle(event, cause)
+        event.wait()
+
+    def settle(self, event: Event, cause: str) -> None:
+        """As `wait`, but raises nothing. An interrupt passes."""
         if not event.done():
             with self._meter.stalled(cause), self._state.waiting():
-                event.wait()
-        event.wait()
+                settled(event)
 
     @contextlib.contextmanager
     def within(self, doing: str, *, computing: bool = False) -> Iterator[None]:
@@ -174,6 +185,8 @@ class Exchange:
             atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
+        error = getattr(sys, "last_value", None)  # what ends the program, if that is an error
+        self.idle("the end of its program" + (f" by {type(error).__name__}: {first_line(error)}" if error else ""))
         self.stop()
 
     def _stop_soon(self) -> None:
@@ -217,7 +230,7 @@ class Exchange:
         if left:
             self._stopping = True
             if header.call is not Call.LEAVE:
-                raise RankError(f"rank {left[0]} has left: {describe(headers)}")
+                raise RankError(f"rank {left[0]} has left the run: {describe(headers)}")
             return
         decided = conclude(headers, self._timeout_s)
         if decided.disagreement is not None:
@@ -225,15 +238,18 @@ class Exchange:
         self._carry_out(decided, jobs, asked)
 
     def _carry_out(self, decided: Conclusion, jobs: dict[tuple[Flag, int], _Job], asked: _Asked | None) -> None:
+        carrier = self._carrier() if self._carrier is not None else None
+        if carrier is None:
+            raise RankError("the model was collected")
+        moves = []
         for group, wanting in decided.gathers:
-            if (job := jobs.get((Flag.WANT, group))) is None:
-                if self._serve is not None:
-                    self._serve(group, wanting)
-            else:
-                self._run(Flag.WANT, group, job, wanting)
-        for flag, groups in ((Flag.GRADIENT, decided.gradients), (Flag.VALUES, decided.values)):
-            for group in groups:
-                self._run(flag, group, jobs[flag, group], ())
+            job = jobs.get((Flag.WANT, group))
+            moves.append((group, wanting, None if job is None else job.payload))
+        self._finish(Flag.WANT, [group for group, _, _ in moves], jobs, carrier.gather(moves))
+        gradients = [jobs[Flag.GRADIENT, group].payload for group in decided.gradients]
+        self._finish(Flag.GRADIENT, decided.gradients, jobs, carrier.reduce(gradients))
+        values = [jobs[Flag.VALUES, group].payload for group in decided.values]
+        self._finish(Flag.VALUES, decided.values, jobs, carrier.complete(values))
         if decided.granted and asked is not None:
             self._closed = asked.closes
             self._asked = None
@@ -244,15 +260,14 @@ class Exchange:
                 raise
             asked.done.finish()
 
-    def _run(self, flag: Flag, group: int, job: _Job, wanting: Sequence[int]) -> None:
-        with self._changed:
-            self._jobs.pop((flag, group), None)
-        try:
-            job.run(wanting)
-        except BaseException as error:
-            job.done.finish(error)
-            raise
-        job.done.finish()
+    def _finish(
+        self, flag: Flag, groups: Sequence[int], jobs: dict[tuple[Flag, int], _Job], done: Iterator[int]
+    ) -> None:
+        for position in done:
+            if (job := jobs.get((flag, groups[position]))) is not None:
+                with self._changed:
+                    self._jobs.pop((flag, groups[position]), None)
+                job.done.finish()
 
     def _say(self) -> tuple[Header, dict[tuple[Flag, int], _Job], _Asked | None]:
         """This rank's header, and what of it this round may be about."""
@@ -286,8 +301,8 @@ class Exchange:
 
     # --- both ---
 
-    def _give(self, flag: Flag, group: int, run: Callable[[Sequence[int]], None], ready: Event) -> Completion:
-        job = _Job(run, ready)
+    def _give(self, flag: Flag, group: int, payload: Any, ready: Event) -> Completion:
+        job = _Job(payload, ready)
         with self._changed:
             self._check()
             self._jobs[flag, group] = job

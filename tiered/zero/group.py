@@ -164,7 +164,7 @@ class ParamGroup:
             self._move(GroupState.GATHERING)
             if self.runtime.traffic is not None and self.runtime.partitions("param"):
                 try:
-                    self._gathering = self.runtime.traffic.gather(self, passage)
+                    self._gathering = self.runtime.traffic.want(self, passage)
                 except BaseException:
                     self.wait()
                     self._away()

@@ -274,6 +274,9 @@ class Parked:
     def note_write(self) -> None:
         return None  # a parameter that comes back is kept anew when it goes again
 
+    def overwrite(self, value: torch.Tensor) -> bool:
+        return False  # it comes in for that, and is kept anew when it goes
+
     def exported(self) -> torch.Tensor:
         self.bring_in()
         return self._param.detach().clone()

@@ -138,7 +138,7 @@ class Muster:
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._stream = torch.get_rng_state()
-        self._failure: RankError | None = None
+        self._failure = ""  # in words: an error would hold the frames it went through, and so what they use
 
     def begin(self, limit: int) -> int:
         """Meet the other ranks, and make the group; returns the least `limit` of any. Raises RankError."""
@@ -198,9 +198,9 @@ class Muster:
 
     def leave(self, reason: BaseException) -> None:
         """This rank builds no further; others, who will miss it, are told why."""
-        if self._failure is None:
+        if not self._failure:
             left = f"has left {_CALL} ({_words(reason)})"
-            self._failure = reason if isinstance(reason, RankError) else RankError(f"rank {self._ranks.rank} {left}")
+            self._failure = str(reason) if isinstance(reason, RankError) else f"rank {self._ranks.rank} {left}"
             self._ranks.roll_call(left, 0)
         self.close()
 
@@ -233,8 +233,8 @@ class Muster:
 
     @contextlib.contextmanager
     def _calling(self, doing: str) -> Iterator[None]:
-        if self._failure is not None:
-            raise RankError(str(self._failure)) from self._failure
+        if self._failure:
+            raise RankError(self._failure)
         try:
             yield
         except BaseException as error:
@@ -243,14 +243,14 @@ class Muster:
                 self.leave(error)
                 raise
             self._failure = self._lost(doing, error)
-            raise self._failure from error
+            raise RankError(self._failure) from error
 
-    def _lost(self, doing: str, error: Exception) -> RankError:
-        """What torch has reported, as an error that says who was doing what."""
+    def _lost(self, doing: str, error: Exception) -> str:
+        """What torch has reported, in words that say who was doing what."""
         found = self._ranks.roll_call(f"was {doing}", _LOST * self._timeout_s)
         missing = [rank for rank in range(self._ranks.size) if rank not in found]
         who = f"ranks {missing} are gone, or elsewhere" if found and missing else "a call between the ranks has failed"
-        return RankError(
+        return (
             f"{doing}: {who} ({_listed(found) or _words(error)}): under {_CALL} every rank must run the same program, "
             f"or raise rank_timeout_s"
         )

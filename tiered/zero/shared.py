@@ -81,7 +81,7 @@ class SharedGrads(GroupGrads):
         self._offered, self.arrived = self.arrived, [False] * len(self.arrived)
         self.reduction = reduction
         try:
-            self._traffic.reduce(reduction)
+            self._traffic.offer(reduction)
         except BaseException:
             self.withdraw()
             raise

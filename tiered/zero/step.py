@@ -77,7 +77,7 @@ class SharedStep(Step):
     def updated(self, group: ParamGroup) -> None:
         if not group.runtime.partitions("param"):
             memory = group.memory_of("param")
-            self._completing.append((group, memory, self._traffic.complete(group, memory)))
+            self._completing.append((group, memory, self._traffic.spread(group, memory)))
 
     def finish(self) -> None:
         completing, self._completing = self._completing, []

@@ -14,8 +14,9 @@ What is called here on the user's thread gives jobs to the exchange, whose threa
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +26,7 @@ from tiered.device.ticket import Completion, Event
 from tiered.stats import Meter
 from tiered.store.store import TieredStore
 from tiered.zero.agreement import Flag
+from tiered.zero.collectives import Take
 from tiered.zero.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ def scratch_bytes(ranks: int, largest_shard: int) -> int:
 class Gathering:
     """A group on its way from all ranks."""
 
+    group: ParamGroup
+    passage: Passage  # which brings this rank's shard to its place in the buffer
     exchange: Exchange
     device: Device
     done: Completion
@@ -57,8 +61,7 @@ class Gathering:
 
     def settle(self) -> None:
         """Wait until every rank has done its part. An interrupt passes."""
-        if not self.done.done():
-            self.exchange.wait(self.done, "gather")
+        self.exchange.settle(self.done, "gather")
 
     def arrive(self) -> None:
         """Compute given from now on finds the group in its place. Raises what gathering raised."""
@@ -92,96 +95,116 @@ class Traffic:
         self._store = store
         self._meter = meter
         self._average = average
+        self._ranks = exchange.ranks
         self._groups: list[ParamGroup] = []
         self._charged = scratch_bytes(exchange.ranks.size, largest_shard)
         store.host.charge(self._charged, "what goes between ranks")
         window = (exchange.ranks.size - 1) * _WINDOW
         self._scratch = [torch.empty(window, dtype=torch.uint8, device="cpu") for _ in range(2)]
-        self._serving = Memory(largest_shard)
 
-    def start(self, groups: Sequence[ParamGroup]) -> None:
-        """Begin: from now on other ranks are given what they want of `groups`."""
+    def start(self, groups: Sequence[ParamGroup], owner: object) -> None:
+        """Begin: from now on, while `owner` lives, other ranks are given what they want of `groups`."""
         self._groups = list(groups)
-        self._serving.commit()
-        self.exchange.start(self.serve)
+        self.exchange.start(self, owner)
 
     def close(self) -> None:
         """Leave the ranks, and give back what traffic took. Idempotent."""
         self.exchange.stop()
         self._groups = []
         self._scratch = []
-        if self._serving.committed:
-            self._serving.decommit()
         self._store.host.refund(self._charged)
         self._charged = 0
 
     # --- jobs, given on the user's thread ---
 
-    def gather(self, group: ParamGroup, passage: Passage) -> Gathering:
+    def want(self, group: ParamGroup, passage: Passage) -> Gathering:
         """Begin gathering `group`, whose own shard `passage` brings to its place in the buffer."""
-        gathering: Gathering
-
-        def run(wanting: Sequence[int]) -> None:
-            gathering.arrived = self._gather(group, passage, wanting)
-
-        gathering = Gathering(self.exchange, self._device, Completion())
-        gathering.done = self.exchange.want(group.index, run, passage.issued)
+        gathering = Gathering(group, passage, self.exchange, self._device, Completion())
+        gathering.done = self.exchange.want(group.index, gathering, passage.issued)
         return gathering
 
-    def reduce(self, reduction: Reduction) -> None:
+    def offer(self, reduction: Reduction) -> None:
         """Begin reducing, once every rank begins it with this group."""
-        group = reduction.group
-        reduction.done = self.exchange.offer(Flag.GRADIENT, group.index, lambda: self._reduce(reduction))
+        reduction.done = self.exchange.offer(Flag.GRADIENT, reduction.group.index, reduction)
 
     def retract(self, reduction: Reduction) -> bool:
         """Take a reduction back, if it has not begun: True where it never will."""
         return self.exchange.retract(Flag.GRADIENT, reduction.group.index)
 
-    def complete(self, group: ParamGroup, memory: Memory) -> Completion:
+    def spread(self, group: ParamGroup, memory: Memory) -> Completion:
         """Begin to fill in what other ranks have updated of the whole `param` block that `memory` holds."""
-        return self.exchange.offer(Flag.VALUES, group.index, lambda: self._complete(group, memory))
+        return self.exchange.offer(Flag.VALUES, group.index, (group, memory))
 
-    # --- on the communication thread ---
+    # --- on the communication thread: see `exchange.Carrier`. All of a round is on its way together, so that small
+    # groups cost no more than one message's delay ---
 
-    def serve(self, index: int, wanting: Sequence[int]) -> None:
-        """Give this rank's shard of a group to the ranks that want it."""
-        block, ranks = self._groups[index].blocks["param"], self.exchange.ranks
-        memory = block.memory if self._store.resident(block) else None
-        if memory is None:
-            memory = self._serving
-            self._store.read(block, self._serving, nbytes=block.nbytes).wait()
-        ranks.unite(None, memory.bytes[: block.nbytes], [], wanting)
+    def gather(self, moves: Sequence[tuple[int, Sequence[int], Gathering | None]]) -> Iterator[int]:
+        works: list[list[Any]] = []
+        for index, wanting, gathering in moves:
+            if gathering is None:
+                works.append(self._ranks.post(None, self._shard(index), [], wanting))
+            else:
+                works.append(self._gather(gathering, wanting))
+        for position, posted in enumerate(works):
+            for work in posted:
+                work.wait()
+            yield position
 
-    def _gather(self, group: ParamGroup, passage: Passage, wanting: Sequence[int]) -> Event | None:
-        ranks, flat = self.exchange.ranks, group.buffer.bytes
+    def reduce(self, payloads: Sequence[Reduction]) -> Iterator[int]:
+        jobs = []
+        for reduction in payloads:
+            flat = reduction.whole.view(reduction.target.dtype)
+            self._meter.communicated("reduce_scatter", flat.numel(), flat.numel() * flat.element_size())
+            jobs.append((flat, self._taking(reduction)))
+        yield from self._ranks.exchange_slices(jobs, self._scratch)
+
+    def complete(self, payloads: Sequence[tuple[ParamGroup, Memory]]) -> Iterator[int]:
+        works = []
+        for group, memory in payloads:
+            spans = _spans(group, self._ranks.size)
+            start, stop = spans[self._ranks.rank]
+            self._meter.communicated("all_gather", group.spec.numel, memory.nbytes)
+            works.append(self._ranks.post(memory.bytes, memory.bytes[start:stop], spans, range(self._ranks.size)))
+        for position, posted in enumerate(works):
+            for work in posted:
+                work.wait()
+            yield position
+
+    def _shard(self, index: int) -> torch.Tensor:
+        """This rank's shard of a group, for a rank that wants it."""
+        block = self._groups[index].blocks["param"]
+        if self._store.resident(block) and block.memory is not None:
+            return block.memory.bytes[: block.nbytes]
+        serving = Memory(block.nbytes, committed=True)
+        self._store.read(block, serving).wait()
+        return serving.bytes
+
+    def _gather(self, gathering: Gathering, wanting: Sequence[int]) -> list[Any]:
+        group, passage, ranks = gathering.group, gathering.passage, self._ranks
+        flat = group.buffer.bytes
         passage.issued.wait()
         self._meter.communicated("all_gather", group.spec.numel, flat.numel())
         if flat.is_cuda and len(wanting) == ranks.size:
-            return self._device.communicate(lambda: ranks.all_gather(group.buffer.view(group.dtype)), passage.copied)
+            work = functools.partial(ranks.all_gather, group.buffer.view(group.dtype))
+            gathering.arrived = self._device.communicate(work, passage.copied)
+            return []
         passage.copied.wait()
         spans = _spans(group, ranks.size)
         start, stop = spans[ranks.rank]
-        if flat.is_cuda:
-            self._gather_through_host(flat, spans, wanting)
-        else:
-            ranks.unite(flat, flat[start:stop], spans, wanting)
-        return None
+        if flat.is_cuda:  # where not all ranks want a group, no collective of the GPUs fits
+            host = torch.empty(flat.numel(), dtype=torch.uint8, device="cpu")
+            host[start:stop].copy_(flat[start:stop])
+            for posted in ranks.post(host, host[start:stop], spans, wanting):
+                posted.wait()
+            flat.copy_(host)
+            return []
+        return ranks.post(flat, flat[start:stop], spans, wanting)
 
-    def _gather_through_host(self, flat: torch.Tensor, spans: list[tuple[int, int]], wanting: Sequence[int]) -> None:
-        """Where not all ranks want a group, no collective of the GPUs fits: what comes goes through host memory."""
-        start, stop = spans[self.exchange.ranks.rank]
-        host = torch.empty(flat.numel(), dtype=torch.uint8, device="cpu")
-        host[start:stop].copy_(flat[start:stop])
-        self.exchange.ranks.unite(host, host[start:stop], spans, wanting)
-        flat.copy_(host)
-
-    def _reduce(self, reduction: Reduction) -> None:
-        group, ranks = reduction.group, self.exchange.ranks
-        dtype = reduction.target.dtype
-        flat = reduction.whole.view(dtype)
-        self._meter.communicated("reduce_scatter", flat.numel(), flat.numel() * dtype.itemsize)
-        slots = [(i, slot) for i, slot in enumerate(group.spec.slots) if reduction.flags[i]]
-        parts = [(i, *group.spec.owned_shard(slot, ranks.rank)) for i, slot in slots]
+    def _taking(self, reduction: Reduction) -> Take:
+        """What averages a window of a reduction."""
+        spec, ranks = reduction.group.spec, self._ranks
+        slots = [(i, slot) for i, slot in enumerate(spec.slots) if reduction.flags[i]]
+        parts = [(i, *spec.owned_shard(slot, ranks.rank)) for i, slot in slots]
 
         def take(start: int, stop: int, slices: Sequence[torch.Tensor]) -> None:
             for position, first, last in parts:
@@ -192,14 +215,7 @@ class Traffic:
                         reduction.target[low:high], sources, ranks.size, reduction.add[position]
                     )
 
-        ranks.exchange_slices(flat, [memory.view(dtype) for memory in self._scratch], take)
-
-    def _complete(self, group: ParamGroup, memory: Memory) -> None:
-        ranks = self.exchange.ranks
-        spans = _spans(group, ranks.size)
-        start, stop = spans[ranks.rank]
-        self._meter.communicated("all_gather", group.spec.numel, memory.bytes.numel())
-        ranks.unite(memory.bytes, memory.bytes[start:stop], spans, range(ranks.size))
+        return take
 
 
 def _spans(group: ParamGroup, ranks: int) -> list[tuple[int, int]]:
