@@ -54,10 +54,10 @@ def deferred_init(config: Config) -> Iterator[None]:
     in the swap directory where there is one. With several ranks each keeps its part of a parked parameter, without a
     swap directory in RAM, within the host budget; with one rank and no swap directory nothing is parked.
 
-    With several ranks all draw from rank 0's torch random stream inside, and must run the same program: a touch of a
-    parked parameter, inside or before `shard`, is a call that all make. A rank that came with another stream gets its
-    own back. Raises what opening the directory raises, BudgetError or SwapFullError where parked parameters do not
-    fit, RankError where ranks do not do the same, UsageError where they build different values.
+    With several ranks all draw from rank 0's torch random stream inside, and must run the same program: parking a
+    parameter, and touching a parked one, inside or before `shard`, are calls that all make. A rank that came with
+    another stream gets its own back; values from elsewhere are rank 0's. Raises what opening the directory raises,
+    BudgetError or SwapFullError where parked parameters do not fit, RankError where ranks do not do the same.
     """
     _check_config(config)
     ranks = _ranks(config)

@@ -134,6 +134,7 @@ def train(side: Side, shape: GPTShape, steps: int) -> Figures:
         losses.append(loss.item())
         del loss
     received = received_bytes() - received
+    dist.barrier()  # a rank that is through takes its end of the connections along, and the kernel's counts with them
     ranks = dist.get_world_size()
     counted = {kind: count - elements[kind] for kind, count in side.counted_elements().items()}
     return {

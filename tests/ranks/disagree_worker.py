@@ -265,15 +265,17 @@ FAULTS: dict[str, Callable[[], None]] = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "interrupt": lambda: signal.raise_signal(signal.SIGINT),
     "sleep": lambda: time.sleep(SLOW_S),
+    "drag": lambda: time.sleep(0.01),
 }
 
 
 class _fault_inside:
-    """A scope in which `fault` strikes in the middle of what is called there: shard or step."""
+    """A scope in which `fault` strikes in the middle of what is called there, shard or step; `drag` all the way."""
 
     def __init__(self, place: str, fault: str) -> None:
         self.file, self.left = SHARD[place]
         self.fault = FAULTS.get(fault)
+        self.always = fault == "drag"
 
     def __enter__(self) -> None:
         if self.fault is not None:
@@ -285,7 +287,7 @@ class _fault_inside:
     def _see(self, frame: Any, event: str, value: Any) -> None:
         if event == "call" and frame.f_code.co_filename.endswith(self.file):
             self.left -= 1
-            if self.left == 0 and self.fault is not None:
+            if (self.always or self.left == 0) and self.fault is not None:
                 self.fault()
 
 

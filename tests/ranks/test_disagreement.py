@@ -344,11 +344,23 @@ def test_blocks_used_in_another_order_on_each_rank_are_served(forks: Forks, swap
     assert list(swap.iterdir()) == []
 
 
+@pytest.mark.parametrize(("slow", "stage"), [(0, 3), (1, 3), (0, 1)])
+def test_a_rank_that_drags_itself_through_shard_is_waited_for_by_who_trains_already(
+    slow: int, stage: int, forks: Forks, swap: Path
+) -> None:
+    rest = "train, train, digest, close"
+    programs = [f"shard, {rest}, {'shard:drag' if rank == slow else 'shard'}, {rest}" for rank in (0, 1)]
+    ended = run(forks, swap, programs, stage=stage)
+    check(ended, (DONE, DONE), ())
+    assert len({digest for end in ended for digest in end.report["digests"]}) == 1
+    assert list(swap.iterdir()) == []
+
+
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_a_rank_that_is_slow_inside_its_model_is_waited_for(place: str, forks: Forks, swap: Path) -> None:
     slow = "forward:sleep, train, train" if place == "forward" else "backward:sleep, step, train"
     quiet = "forward, train, train" if place == "forward" else "train, train"
-    undisturbed(forks, swap, 3, quiet, slow, SLOW_S / 3)
+    undisturbed(forks, swap, 3, quiet, slow, SLOW_S / 2)
 
 
 def test_after_a_rank_error_a_model_can_only_be_dropped(forks: Forks, swap: Path) -> None:

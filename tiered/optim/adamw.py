@@ -252,7 +252,7 @@ class AdamW(torch.optim.Optimizer):
             with self.model.runtime.meter.stalled("norm"):
                 total += outcome.receive()
         if self.model.reducer is not None:
-            total = self.model.reducer.agree(total, str([_settings(group) for group in self.param_groups]))
+            total = self.model.reducer.agree(total, [_settings(group) for group in self.param_groups])
         return math.sqrt(total) if total >= 0 else math.nan
 
     def _step_there(self, there: Sequence[ParamHome], scale: float) -> None:
@@ -390,10 +390,9 @@ def _update_on_host(segments: list[Segment], tensors: dict[str, torch.Tensor], g
     )
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(group: Mapping[str, Any]) -> str:
     """What of a parameter group an update is made of, but for the parameters."""
-    names = ("lr", "betas", "eps", "weight_decay", "maximize")
-    return {name: str(group[name]) for name in names} | {"parameters": len(group["params"])}
+    return " ".join(f"{name}={group[name]}" for name in ("lr", "betas", "eps", "weight_decay", "maximize"))
 
 
 def _check_hyperparameters(group: dict[str, Any]) -> None:

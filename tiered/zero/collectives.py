@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -125,7 +126,7 @@ class Ranks:
                     if rank not in found and store.check([f"{self._place}/{rank}"]):
                         found[rank] = store.get(f"{self._place}/{rank}").decode()
                 time.sleep(_LOOK_S)
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # its keeper is gone, or the user has destroyed torch's process group
             return {}
         return found
 
@@ -266,5 +267,6 @@ def _store() -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without the stack that torch adds to its own."""
-    return str(error).strip().split("\n")[0][:160]
+    """What an error says, without the place and the stack that torch adds to its own."""
+    line = str(error).strip().split("\n")[0]
+    return re.sub(r"^\[[^\]]*\.(cc|cpp|h):\d+\] ", "", line)[:160]

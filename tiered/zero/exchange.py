@@ -210,32 +210,34 @@ class Exchange:
                 with self._changed:
                     self._changed.wait_for(self._speaks, idle)
                     header, jobs, asked = self._say()
-                self._round(header, jobs, asked)
+                if not self._round(header, jobs, asked):
+                    break
                 with self._changed:
                     for job in jobs.values():
                         job.said = False
                     self._changed.notify_all()
-                if self._stopping or self._failure is not None:
-                    break
                 idle = _IDLE_S[0] if jobs or asked is not None else min(2 * idle, _IDLE_S[1])
         except BaseException as error:
             self._fail(self._named(error), error)
         finally:
             self._leave()
 
-    def _round(self, header: Header, jobs: dict[tuple[Flag, int], _Job], asked: _Asked | None) -> None:
+    def _round(self, header: Header, jobs: dict[tuple[Flag, int], _Job], asked: _Asked | None) -> bool:
+        """One round; False where it was the last, since this rank has left."""
         headers = [decode(row) for row in self.ranks.headers(encode(header))]
         self._last = headers
         left = [rank for rank, other in enumerate(headers) if other.call is Call.LEAVE]
         if left:
-            self._stopping = True
+            with contextlib.suppress(Exception):  # a connection that ends takes along what has not been read
+                self.ranks.headers(encode(header))
             if header.call is not Call.LEAVE:
                 raise RankError(f"rank {left[0]} has left the run: {describe(headers)}")
-            return
+            return False
         decided = conclude(headers, self._timeout_s)
         if decided.disagreement is not None:
             raise RankError(decided.disagreement)
         self._carry_out(decided, jobs, asked)
+        return True
 
     def _carry_out(self, decided: Conclusion, jobs: dict[tuple[Flag, int], _Job], asked: _Asked | None) -> None:
         carrier = self._carrier() if self._carrier is not None else None
@@ -277,14 +279,17 @@ class Exchange:
             flags[group] |= flag
             job.said = True
         asked = self._asked
-        call = Call.LEAVE if self._stopping else asked.call if asked is not None else Call.NONE
+        leaving = self._stopping or self._failure is not None
+        call = Call.LEAVE if leaving else asked.call if asked is not None else Call.NONE
         doing, computing, waited, quiet = self._state.seen()
         detail = asked.detail if asked is not None else 0
         header = Header(call, detail, self._closed, computing, waited, quiet, doing, bytes(flags))
         return header, jobs, asked
 
     def _speaks(self) -> bool:
-        return self._stopping or self._asked is not None or any(job.ready.done() for job in self._jobs.values())
+        if self._stopping or self._failure is not None:
+            return True
+        return self._asked is not None or any(job.ready.done() for job in self._jobs.values())
 
     def _named(self, error: BaseException) -> RankError:
         """What has failed, as an error that says who was doing what."""

@@ -9,7 +9,7 @@ it is to its group.
 Invariants:
 1. The values are bit for bit those of plain construction; with several ranks, on rank 0.
 2. What is parked when follows from the sizes of parameters and the order of their use alone, so it is the same on every
-   rank; with several ranks a touch of a parked parameter is a call that all of them make, and nothing else is.
+   rank; with several ranks parking one and bringing it in are calls that all of them make, and nothing else is.
 3. The values of a parameter that something else views, or numpy has seen, stay where they are as long as that is so.
 4. At most `limit` bytes of registered parameters are whole in memory, plus those in use (all that one operation takes)
    and those of invariant 3; while `shard` fills a group, plus that group's.
@@ -35,7 +35,6 @@ from tiered.zero.guard import ATTRIBUTE, GuardedParameter, guard, unguard
 from tiered.zero.parts import Keep, Muster, checksum
 
 _TRIM_EVERY_BYTES = 8 << 20
-_MUSTER_EVERY_BYTES = 64 << 20  # parked: how far ranks with drives of different speed may be apart
 
 
 class Nursery:
@@ -52,7 +51,6 @@ class Nursery:
         self._away = 0  # how many are parked
         self._viewed: list[Parked] = []  # parked, but their values are still in memory
         self._freed = 0  # since freed memory was last given back to the system
-        self._apart = 0  # parked since ranks last met
         self._watching = False
         self._failed = False
         self._orphans: list[Parked] = []
@@ -94,9 +92,6 @@ class Nursery:
                 break
             if key != id(parked) and not self._whole[key][0].in_use:
                 self._park(self._whole[key][0])
-        if self._muster is not None and self._apart >= _MUSTER_EVERY_BYTES:
-            self._apart = 0
-            self._muster.check(f"building parameter {parked.number} '{parked.name}'")
         self._close_if_empty()
 
     def taken(self, parked: Parked) -> None:
@@ -109,12 +104,13 @@ class Nursery:
         """The parameter of `parked` has been collected, at any moment: see to it at the next call."""
         self._orphans.append(parked)
 
-    def put(self, name: str, row: torch.Tensor) -> tuple[int, int]:
-        """Keep what this rank is to keep of a parameter's bytes: its number in the keep, and the checksum of all."""
+    def put(self, name: str, row: torch.Tensor, total: int | None) -> tuple[int, int]:
+        """Keep what this rank is to keep of a parameter's bytes: its number in the keep, and the checksum of all, which
+        is `total` where that is known."""
         start, stop = (0, row.numel()) if self._muster is None else self._muster.part(row.numel())
         number = self._keep.put(row[start:stop], f"'{name}'")
         self._freed += row.numel()
-        return number, 0 if self._muster is None else checksum(row)
+        return number, checksum(row) if total is None and self._muster is not None else total or 0
 
     def bring(self, parked: Parked, row: torch.Tensor, kept: tuple[int, int] | None) -> None:
         """Fill `row` with the bytes of a parked parameter; kept: what `put` returned, None where the values never left.
@@ -123,12 +119,11 @@ class Nursery:
         """
         if self._failed:
             raise UsageError(f"parameter '{parked.name}' was parked by a deferred_init() that failed: build it again")
-        read = None if kept is None else functools.partial(self._keep.read, kept[0])
         if self._muster is not None:
-            found = checksum(row) if kept is None else kept[1]
-            self._muster.unite(f"bringing in parameter {parked.number} '{parked.name}'", row, found, read)
-        elif read is not None:
-            read(row, 0)
+            read = None if kept is None else (kept[1], functools.partial(self._keep.read, kept[0]))
+            self._muster.unite(f"bringing in parameter {parked.number} '{parked.name}'", row, read)
+        elif kept is not None:
+            self._keep.read(kept[0], row, 0)
         self.dropped(kept)
 
     def dropped(self, kept: tuple[int, int] | None) -> None:
@@ -148,22 +143,26 @@ class Nursery:
                 self.used(home)
 
     def _park(self, parked: Parked) -> None:
-        self._apart += self._gone(parked)
-        if not parked.leave():
+        self._gone(parked)
+        param, total = parked.movable(), None
+        if self._muster is not None:
+            row = None if param is None else _bytes(param)
+            total = self._muster.level(f"parking parameter {parked.number} '{parked.name}'", row)
+            del row  # it is a view, too
+        if param is None:
             return
+        parked.leave(param)
         self._away += 1
         self._viewed.append(parked)  # first, as there may be no room for what it leaves
-        if parked.empty():
+        if parked.empty(total):
             self._viewed.pop()
         if self._freed >= _TRIM_EVERY_BYTES:
             self._freed = 0
             give_back_freed()
 
-    def _gone(self, parked: Parked) -> int:
-        """`parked` does not count as whole any more; the bytes that it counted for."""
-        nbytes = self._whole.pop(id(parked), (parked, 0))[1]
-        self._bytes -= nbytes
-        return nbytes
+    def _gone(self, parked: Parked) -> None:
+        """`parked` does not count as whole any more."""
+        self._bytes -= self._whole.pop(id(parked), (parked, 0))[1]
 
     def _bury(self) -> None:
         while self._orphans:
@@ -187,10 +186,17 @@ class Parked:
         self.away = False
         self.in_use = 0  # operations that take it
         self._owner = weakref.ref(param)  # a parameter that is replaced, as by tying, takes its values with it
-        self._nursery = nursery
+        self._of = weakref.ref(nursery)  # held by `_orphan`; no cycle, so that with the last parameter all goes at once
         self._kept: tuple[int, int] | None = None
         self._orphan = weakref.finalize(param, nursery.orphaned, self)
         self._orphan.atexit = False
+
+    @property
+    def _nursery(self) -> Nursery:
+        nursery = self._of()
+        if nursery is None:
+            raise RuntimeError(f"parameter '{self.name}' is not under construction any more")
+        return nursery
 
     @property
     def _param(self) -> nn.Parameter:
@@ -199,25 +205,27 @@ class Parked:
             raise RuntimeError(f"parameter '{self.name}' is gone")
         return param
 
-    def leave(self) -> bool:
-        """Put the guard on: the values may go. False for what was made something else meanwhile, which stays."""
+    def movable(self) -> nn.Parameter | None:
+        """The parameter; None where it has been collected, or made something else meanwhile."""
         param = self._owner()
-        if param is None or type(param) is not nn.Parameter or param.device.type != "cpu":
-            return False
+        return param if type(param) is nn.Parameter and param.device.type == "cpu" else None
+
+    def leave(self, param: nn.Parameter) -> None:
+        """Put the guard on: the values may go."""
         self.nbytes = param.untyped_storage().nbytes()  # .data may have been assigned, as by `half`
         guard(param)
         self.away = True
-        return True
 
-    def empty(self) -> bool:
-        """Have the values of a parked parameter kept, and free their memory. False while something else may view it."""
+    def empty(self, total: int | None = None) -> bool:
+        """Have the values of a parked parameter kept, and free their memory. False while something else may view it.
+        total: their checksum, where it is known."""
         param = self._owner()
         if param is None or not self.away or self._kept is not None:
             return True
         with torch._C.DisableTorchFunctionSubclass():
             if _users(param) > _LONE or not param.untyped_storage().resizable():
                 return False
-            self._kept = self._nursery.put(self.name, _bytes(param))
+            self._kept = self._nursery.put(self.name, _bytes(param), total)
             param.untyped_storage().resize_(0)
         return True
 
@@ -235,10 +243,11 @@ class Parked:
 
     def forget(self) -> None:
         """The values have been copied to where they are going to live."""
+        nursery = self._nursery
         unguard(self._param)
         self._orphan.detach()
         self.forsake()
-        self._nursery.taken(self)
+        nursery.taken(self)
 
     def forsake(self) -> None:
         """Give up what is kept of the values."""

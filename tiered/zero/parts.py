@@ -10,7 +10,8 @@ Invariants:
    each is doing is compared before a byte is sent: ranks that differ all raise RankError.
 2. Whatever fails in such a call fails it on every rank within the time limit, and every later one, and leaves the
    process group at once, so that whoever waits in it is told.
-3. Parts are united only where every rank has built the same values: their checksum is that of the whole parameter.
+3. What goes into parts is the same on every rank: rank 0's, where ranks have built different values (of another random
+   stream than torch's, or of memory that nobody has written yet).
 4. InMemory never keeps more than its share of the host budget.
 Leaves to whom: which parameter goes when, and the parameters themselves, are `zero.init`'s.
 """
@@ -36,7 +37,7 @@ from tiered.store.tier import Tier
 from tiered.zero.collectives import Ranks, first_line
 
 _WINDOW_BYTES = 32 << 20  # of a part that is read and sent at once: ranks with slow drives are waited for that long
-_HEADER = struct.Struct("<I?120s")  # checksum, whether the whole is here, and what the rank is doing
+_HEADER = struct.Struct("<I?120s")  # checksum of the values, whether they are here, and what the rank is doing
 _LOST = 0.05  # of the time limit: given to the living to say so when one is lost
 _CALL = "deferred_init()"
 
@@ -174,27 +175,42 @@ class Muster:
         """The bytes [start, stop) that this rank keeps of a parameter of `nbytes`."""
         return self._parts(nbytes)[self._ranks.rank]
 
-    def check(self, doing: str) -> None:
-        """Wait until every rank is here. Raises RankError where one is elsewhere, or gone."""
-        with self._calling(doing):
-            self._compare(doing, 0, False)
-
-    def unite(self, doing: str, whole: torch.Tensor, checksum: int, read: Read | None) -> None:
-        """Fill `whole` (1-D uint8) with every rank's part, for all ranks that lack it. Invariant 3's `checksum` is of
-        the values that this rank has built. read: gives this rank's part; None where `whole` is filled already.
-
-        Raises RankError, UsageError where ranks have built different values, and what `read` raises.
+    def level(self, doing: str, row: torch.Tensor | None) -> int:
+        """Come to the same point with every rank, and give `row` (1-D uint8) rank 0's values where they differ; returns
+        their checksum. None on a rank where the parameter has been collected, as it will be on the others: then nobody
+        needs its values. Raises RankError where a rank is elsewhere, or gone.
         """
         with self._calling(doing):
-            wanting = self._compare(doing, checksum, read is None)
+            sums, here = self._compare(doing, None if row is None else checksum(row))
+            if row is not None and all(here) and len(set(sums)) > 1:
+                self._ranks.broadcast(row)
+            return sums[0]
+
+    def unite(self, doing: str, whole: torch.Tensor, kept: tuple[int, Read] | None) -> None:
+        """Fill `whole` (1-D uint8) with every rank's part, on all ranks that lack it.
+
+        kept: the checksum of the whole, and what reads this rank's part; None where `whole` is still filled. Raises
+        RankError, UsageError where the values have been changed through a view on some ranks only, and what reading
+        raises.
+        """
+        with self._calling(doing):
+            sums, here = self._compare(doing, checksum(whole) if kept is None else None, kept[0] if kept else 0)
+            if len(set(sums)) > 1:
+                if not all(here):
+                    raise UsageError(
+                        f"{doing}: its values have been changed through a tensor that views it, on some ranks only: "
+                        f"under {_CALL} change the parameter itself, on every rank"
+                    )
+                self._ranks.broadcast(whole)
+            wanting = [rank for rank, has in enumerate(here) if not has]
             parts = self._parts(whole.numel())
             first = parts[self._ranks.rank][0]
             for start in range(0, parts[0][1], _WINDOW_BYTES) if wanting else ():
                 window = [(min(low + start, high), min(low + start + _WINDOW_BYTES, high)) for low, high in parts]
                 low, high = window[self._ranks.rank]
-                if read is not None:
-                    read(whole[low:high], low - first)
-                self._ranks.unite(whole if read is not None else None, whole[low:high], window, wanting)
+                if kept is not None:
+                    kept[1](whole[low:high], low - first)
+                self._ranks.unite(whole if kept is not None else None, whole[low:high], window, wanting)
 
     def leave(self, reason: BaseException) -> None:
         """This rank builds no further; others, who will miss it, are told why."""
@@ -214,22 +230,19 @@ class Muster:
         size = -(-nbytes // self._ranks.size)
         return [(min(rank * size, nbytes), min((rank + 1) * size, nbytes)) for rank in range(self._ranks.size)]
 
-    def _compare(self, doing: str, checksum: int, here: bool) -> list[int]:
-        """Say what this rank is doing; the ranks that lack the whole. Raises where the others are doing otherwise."""
-        mine = torch.frombuffer(bytearray(_HEADER.pack(checksum, here, doing.encode()[:120])), dtype=torch.uint8)
-        headers = [_HEADER.unpack(row.numpy().tobytes()) for row in self._ranks.headers(mine)]
+    def _compare(self, doing: str, found: int | None, kept: int = 0) -> tuple[list[int], list[bool]]:
+        """Say what this rank is doing, and the checksum `found` of values that are here, or else of those `kept`; what
+        all ranks say of both. Raises RankError where the others are doing otherwise."""
+        mine = _HEADER.pack(kept if found is None else found, found is not None, doing.encode()[:120])
+        rows = self._ranks.headers(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+        headers = [_HEADER.unpack(row.numpy().tobytes()) for row in rows]
         said = [words.rstrip(b"\0").decode(errors="ignore") for _, _, words in headers]
         if len(set(said)) > 1:
             raise RankError(
                 f"the ranks build different models under {_CALL}: {_listed(dict(enumerate(said)))}: run the same "
                 f"program on every rank"
             )
-        if len({found for found, _, _ in headers}) > 1:
-            raise UsageError(
-                f"{doing}: the ranks have built different values, of which each keeps a part: under {_CALL} draw from "
-                f"torch's random stream, which is rank 0's there, or seed what else is drawn from alike on every rank"
-            )
-        return [rank for rank, (_, whole, _) in enumerate(headers) if not whole]
+        return [sums for sums, _, _ in headers], [here for _, here, _ in headers]
 
     @contextlib.contextmanager
     def _calling(self, doing: str) -> Iterator[None]:

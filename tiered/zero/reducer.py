@@ -118,11 +118,11 @@ class Reducer:
         if self._left:
             self._meet(f"step(), after {self.backwards} backwards")
 
-    def agree(self, total: float, settings: str) -> float:
-        """The sum of `total` over ranks, when every rank has come to its step, with the same `settings`. From then on
-        this rank's shards are not given out, until `stepped`."""
+    def agree(self, total: float, settings: Sequence[str]) -> float:
+        """The sum of `total` over ranks, when every rank has come to its step, with the same `settings` of parameter
+        groups. From then on this rank's shards are not given out, until `stepped`."""
         detail = zlib.crc32(f"{self._signature} {settings}".encode())
-        doing = f"step(), after {self.backwards} backwards, with {settings}"
+        doing = f"step(), after {self.backwards} backwards, with {', '.join(dict.fromkeys(settings))}"
         return self._exchange.together(
             Call.STEP, doing, lambda: self._exchange.ranks.sum([total])[0], detail=detail, closes=True
         )

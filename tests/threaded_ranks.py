@@ -1,0 +1,377 @@
+"""Ranks that are threads of one process: a stand-in for torch.distributed, beneath `tiered.zero.collectives`.
+
+    with World(3).installed() as world:
+        world.run(program)              # program(rank) on a thread for each rank: shards, trains, closes
+
+Inside `installed`, every thread but the one that installs it belongs to a rank of the world, and `Ranks`, `shard` and
+all that is above them run line by line, several ranks in one process. Invariants:
+1. What is received is there once its work has been waited for, and no sooner: until then its memory has all bits set
+   (NaN in every floating dtype). What is sent is read when it is received, unless the sender has waited before.
+2. Messages between two ranks with one tag arrive in the order in which they were sent; ranks make the calls of a group
+   in one order, and a call that meets another one is an error of whoever comes second.
+3. A rank that gives its group back, or does not come within the group's time limit, ends the calls that need it, with
+   torch's RuntimeError. What it has not sent by then is lost.
+4. No call outlives the world, and no thread that `run` starts outlives `LIMIT_S`.
+Leaves out what only processes have: sockets, and a death that nobody hears of.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import random
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+
+from tiered.errors import RankError
+from tiered.zero import collectives
+
+T = TypeVar("T")
+LIMIT_S = 40.0
+_UNSENT = 0xFF
+THREAD = "tiered-ranks"  # what the runtime calls the thread for what goes between ranks
+
+
+class World:
+    """See the file's contract."""
+
+    def __init__(self, size: int, *, late_s: float = 0.0, seed: int = 0) -> None:
+        """late_s: seconds at most before each call between ranks goes on, at random."""
+        self.size = size
+        self.rounds = 0  # headers that all ranks have sent each other
+        self._late_s = late_s
+        self._random = random.Random(seed)
+        self._changed = threading.Condition()
+        self._store: dict[str, bytes] = {}
+        self._groups: list[_Shared] = []
+        self._stopped: set[int] = set()
+        self._ended = False
+        self._here = threading.local()
+        self._outside = -1
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[World]:
+        """Inside, this is what torch.distributed joins."""
+        self._outside = threading.get_ident()
+        fakes = {
+            "dist": _Distributed(self),
+            "_gather_single": self._all_gather,
+            "_reduce_single": self._reduce_scatter,
+            "_meetings": _Meetings(),
+        }
+        with mock.patch.multiple(collectives, **fakes):
+            try:
+                yield self
+            finally:
+                with self._changed:
+                    self._ended = True
+                    self._changed.notify_all()
+                for thread in ranks_threads():
+                    thread.join(LIMIT_S)
+
+    # --- the ranks ---
+
+    def run(self, program: Callable[[int], T]) -> list[T]:
+        """What `program(rank)` returns on each rank. Raises the first error that no other rank's caused."""
+        ended = self.ended(program)
+        errors = [each for each in ended if isinstance(each, BaseException)]
+        for error in sorted(errors, key=lambda error: isinstance(error, RankError)):
+            raise error
+        return ended  # type: ignore[return-value]
+
+    def ended(self, program: Callable[[int], T]) -> list[T | BaseException]:
+        """How `program(rank)` ended on each rank: what it returned or raised."""
+        ends: list[T | BaseException] = [AssertionError("did not end")] * self.size
+
+        def rank_thread(rank: int) -> None:
+            self._here.rank = rank
+            try:
+                ends[rank] = program(rank)
+            except BaseException as error:
+                ends[rank] = error
+
+        threads = [threading.Thread(target=rank_thread, args=(rank,), daemon=True) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + LIMIT_S
+        for rank, thread in enumerate(threads):
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                stack = traceback.format_stack(sys._current_frames().get(thread.ident or 0))
+                ends[rank] = AssertionError(f"rank {rank} hangs:\n{''.join(stack)}")
+        return ends
+
+    def stop(self, rank: int) -> None:
+        """`rank` makes no further call, until it goes on."""
+        with self._changed:
+            self._stopped.add(rank)
+
+    def go_on(self, rank: int) -> None:
+        """Undo `stop`."""
+        with self._changed:
+            self._stopped.discard(rank)
+            self._changed.notify_all()
+
+    def await_rounds(self, rounds: int) -> None:
+        """Wait until all ranks have sent each other so many more headers."""
+        with self._changed:
+            wanted = self.rounds + rounds
+            assert self._changed.wait_for(lambda: self.rounds >= wanted or self._ended, LIMIT_S), "no more rounds"
+
+    # --- what torch has ---
+
+    def rank_here(self) -> int:
+        """The rank of this thread, one that `run` has started."""
+        return int(self._here.rank)
+
+    @property
+    def joined(self) -> bool:
+        """This thread belongs to a rank."""
+        return threading.get_ident() != self._outside
+
+    def new_group(self, backend: str, timeout: timedelta) -> _Group:
+        rank = self.rank_here()
+        number = self._here.groups = getattr(self._here, "groups", -1) + 1
+        with self._changed:
+            while len(self._groups) <= number:
+                self._groups.append(_Shared())
+            group = _Group(rank, self._groups[number], timeout.total_seconds())
+        self._everybody(group, "new_group", None)
+        return group
+
+    def destroy_process_group(self, group: _Group) -> None:
+        with self._changed:
+            group.shared.left.add(group.rank)
+            for key in [key for key in group.shared.parcels if key[0] == group.rank]:
+                del group.shared.parcels[key]
+            self._changed.notify_all()
+
+    def isend(self, tensor: torch.Tensor, dst: int, group: _Group, tag: int) -> _Sending:
+        with self._changed:
+            self._enter(group)
+            key = group.next_key("send", group.rank, dst, tag)
+            parcel = group.shared.parcels[key] = _Parcel(tensor)
+            self._changed.notify_all()
+        return _Sending(self, parcel)
+
+    def irecv(self, tensor: torch.Tensor, src: int, group: _Group, tag: int) -> _Receiving:
+        with self._changed:
+            self._enter(group)
+            with torch.no_grad():
+                tensor.fill_(_UNSENT)
+            return _Receiving(self, group, group.next_key("receive", src, group.rank, tag), tensor)
+
+    def receive(self, group: _Group, key: _Key, out: torch.Tensor) -> None:
+        """Wait for one message, and fill `out` with it."""
+        self.delay()
+        with self._changed:
+            self._until(group, lambda: key in group.shared.parcels)
+            parcel = group.shared.parcels.pop(key)
+            assert parcel.data is not None
+            assert parcel.data.numel() == out.numel(), "a message of another size was expected"
+            with torch.no_grad():
+                out.copy_(parcel.data)
+            parcel.data = None
+
+    def sent(self, parcel: _Parcel) -> None:
+        """What is in `parcel` may be changed from now on."""
+        with self._changed:
+            if parcel.data is not None:
+                parcel.data = parcel.data.clone()
+
+    def broadcast(self, tensor: torch.Tensor, src: int, group: _Group) -> None:
+        given = self._everybody(group, "broadcast", tensor.clone() if group.rank == src else None)
+        tensor.copy_(given[src])
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", group: Any = None) -> None:
+        given = torch.stack(self._everybody(group, f"all_reduce {op}", tensor.clone()))
+        tensor.copy_(given.amax(0) if op == "max" else given.sum(0))
+
+    def delay(self) -> None:
+        """Go on a little later."""
+        if self._late_s:
+            with self._changed:
+                seconds = self._random.uniform(0, self._late_s)
+            time.sleep(seconds)
+
+    # --- inside ---
+
+    def _all_gather(self, out: torch.Tensor, mine: torch.Tensor, group: _Group) -> None:
+        given = self._everybody(group, "all_gather", mine.clone())
+        out.copy_(torch.cat(given))
+        if group.rank == 0:
+            with self._changed:
+                self.rounds += 1
+                self._changed.notify_all()
+
+    def _reduce_scatter(self, out: torch.Tensor, whole: torch.Tensor, group: _Group) -> None:
+        given = self._everybody(group, "reduce_scatter", whole.clone())
+        out.copy_(torch.stack([each.chunk(self.size)[group.rank] for each in given]).sum(0))
+
+    def _everybody(self, group: _Group, kind: str, mine: Any) -> list[Any]:
+        """What every rank gives to the same call."""
+        self.delay()
+        with self._changed:
+            self._enter(group)
+            number, group.calls = group.calls, group.calls + 1
+            call = group.shared.calls.setdefault(number, _Call(kind))
+            if call.kind != kind:
+                raise RuntimeError(f"rank {group.rank} is in {kind}, others are in {call.kind}")
+            call.given[group.rank] = mine
+            self._changed.notify_all()
+            self._until(group, lambda: len(call.given) == self.size)
+            call.taken += 1
+            if call.taken == self.size:
+                del group.shared.calls[number]
+            return [call.given[rank] for rank in range(self.size)]
+
+    def _enter(self, group: _Group) -> None:
+        self._changed.wait_for(lambda: group.rank not in self._stopped or self._ended, LIMIT_S)
+        self._check(group)
+
+    def _until(self, group: _Group, reached: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + group.timeout_s
+        while not reached():
+            self._check(group)
+            if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                raise RuntimeError(f"Timed out waiting {group.timeout_s:g} s for send or recv operation to complete")
+
+    def _check(self, group: _Group) -> None:
+        if self._ended or group.shared.left:
+            raise RuntimeError(f"Connection closed by peer {sorted(group.shared.left)}")
+
+
+def ranks_threads() -> list[threading.Thread]:
+    """The threads of the runtime that are alive now for what goes between ranks."""
+    return [thread for thread in threading.enumerate() if thread.name == THREAD]
+
+
+_Key = tuple[int, int, int, int]  # source, destination, tag, and how many before with the same
+
+
+@dataclasses.dataclass(eq=False)
+class _Parcel:
+    data: torch.Tensor | None  # the sender's own memory, until it waits; None once received
+
+
+@dataclasses.dataclass
+class _Call:
+    kind: str
+    given: dict[int, Any] = dataclasses.field(default_factory=dict)
+    taken: int = 0
+
+
+@dataclasses.dataclass
+class _Shared:
+    """What the ranks of one group have in common."""
+
+    left: set[int] = dataclasses.field(default_factory=set)
+    calls: dict[int, _Call] = dataclasses.field(default_factory=dict)
+    parcels: dict[_Key, _Parcel] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class _Group:
+    """One rank's group."""
+
+    rank: int
+    shared: _Shared
+    timeout_s: float
+    calls: int = 0
+    messages: collections.Counter[tuple[str, int, int, int]] = dataclasses.field(default_factory=collections.Counter)
+
+    def next_key(self, verb: str, src: int, dst: int, tag: int) -> _Key:
+        number = self.messages[verb, src, dst, tag]
+        self.messages[verb, src, dst, tag] += 1
+        return src, dst, tag, number
+
+
+@dataclasses.dataclass(eq=False)
+class _Sending:
+    """A work of torch's."""
+
+    world: World
+    parcel: _Parcel
+
+    def wait(self) -> None:
+        self.world.sent(self.parcel)
+
+
+class _Receiving:
+    """A work of torch's."""
+
+    def __init__(self, world: World, group: _Group, key: _Key, out: torch.Tensor) -> None:
+        self._world, self._group, self._key = world, group, key
+        self._out: torch.Tensor | None = out
+
+    def wait(self) -> None:
+        out, self._out = self._out, None
+        if out is not None:
+            self._world.receive(self._group, self._key, out)
+
+
+class _Store:
+    """Of torch.distributed's store: what `Ranks` uses."""
+
+    def __init__(self, values: dict[str, bytes]) -> None:
+        self._values = values
+
+    def set(self, name: str, value: str) -> None:
+        self._values[name] = value.encode()
+
+    def get(self, name: str) -> bytes:
+        return self._values[name]
+
+    def check(self, names: list[str]) -> bool:
+        return all(name in self._values for name in names)
+
+
+class _Meetings:
+    """Each rank counts its own, as processes do."""
+
+    def __init__(self) -> None:
+        self._here = threading.local()
+
+    def __next__(self) -> int:
+        if not hasattr(self._here, "count"):
+            self._here.count = itertools.count()
+        return next(self._here.count)
+
+
+class _Distributed:
+    """Of torch.distributed: what `Ranks` uses."""
+
+    ReduceOp = SimpleNamespace(MAX="max", SUM="sum")
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        store = _Store(world._store)
+        self.distributed_c10d = SimpleNamespace(_get_default_store=lambda: store)
+        for name in ("new_group", "destroy_process_group", "isend", "irecv", "broadcast", "all_reduce"):
+            setattr(self, name, getattr(world, name))
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return self._world.joined
+
+    def get_world_size(self) -> int:
+        return self._world.size
+
+    def get_rank(self) -> int:
+        return self._world.rank_here()
+
+    def get_backend_config(self) -> str:
+        return "cpu:gloo,cuda:nccl"
