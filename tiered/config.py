@@ -169,6 +169,7 @@ class Config:
             raise ConfigError(f"budgets={self.budgets!r}: use 'rank' or 'node'")
         if not isinstance(self.rank_timeout_s, (int, float)) or not 0 < self.rank_timeout_s < float("inf"):
             raise ConfigError(f"rank_timeout_s={self.rank_timeout_s!r}: use a number of seconds above 0")
+        object.__setattr__(self, "rank_timeout_s", float(self.rank_timeout_s))
         if self.initial_values not in ("rank0", "equal"):
             raise ConfigError(f"initial_values={self.initial_values!r}: use 'rank0' or 'equal'")
 

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,9 +24,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import tiered
-
-sys.path.append(str(Path(__file__).parents[1]))
 from tiered.cli.memory import ResidentGrowth
+from tiered.zero import parts
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 SEED, WIDTH, LAYERS = 11, 64, 12
@@ -80,7 +80,8 @@ def program(look: Callable[[], None] = lambda: None) -> nn.Sequential:
             look()
 
     model.apply(initialise)
-    model[3].weight = model[2].weight  # the first weight of layer 3 is nobody's any more
+    model[3].weight = model[2].weight  # the first weight of layer 3 is nobody's any more: it was parked, and
+    model[11].weight = model[10].weight  # that of layer 11 was not
     with torch.no_grad():
         model[0].weight.copy_(model[9].weight)
         look()
@@ -137,6 +138,7 @@ def values_are_rank_0s(swap: Path) -> None:
         mine, watch = torch.get_rng_state(), Watch()
         with tiered.deferred_init(config(place)), watch.watching():
             model = program(watch.look)
+            assert torch.equal(torch.get_rng_state(), drawn)
         assert torch.equal(torch.get_rng_state(), drawn if seed == SEED else mine)
         assert sum(type(param) is not nn.Parameter for param in model.parameters()) > LAYERS
         assert watch.most <= LEAST // 4 + 2 * WEIGHT, watch.most  # beside them, what a copy takes
@@ -149,9 +151,10 @@ def places_and_budgets_may_differ(swap: Path) -> None:
     before, (want, _) = groups(), plain()
     torch.manual_seed(SEED)
     mine = config(swap) if RANK == 0 else tiered.Config(device="cpu", host_budget=LEAST + RANK * MIB)
-    with tiered.deferred_init(mine):
-        model = program()
-    sharded_values(model, {**AMPLE, "stage": 2}, want, before)
+    with mock.patch.object(parts, "_WINDOW_BYTES", 3000):  # of which a part takes several
+        with tiered.deferred_init(mine):
+            model = program()
+        sharded_values(model, {**AMPLE, "stage": 2}, want, before)
     nothing_left(swap, before)
 
 

@@ -9,6 +9,7 @@ import gc
 import os
 import threading
 import time
+import unittest.mock
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import tiered
+import tiered.zero.build
 
 SQUARE = 96  # its square is a multiple of 32 times 2, 3 and 4: no shard has padding
 LAYERS = 6
@@ -40,6 +42,25 @@ def unequal_is_refused(where: Where) -> None:
     assert model.head.bias.isfinite().all()
     with sharded(where, NET, config={"initial_values": "equal"}) as session:
         session.train([0])
+
+
+def values_are_given_out_only_once_they_are_there(where: Where) -> None:
+    """A rank that is late to fill its shards: the others' first forward waits for it."""
+    torch.manual_seed(SEED)
+    model = NET.build()
+    want = model(*NET.rows(0)).item()
+    fill = tiered.zero.build._fill_and_take
+
+    def late(*arguments: Any) -> None:
+        time.sleep(0.3 * (where.rank == where.ranks - 1))
+        fill(*arguments)
+
+    with unittest.mock.patch("tiered.zero.build._fill_and_take", late):
+        shard(where, model)
+    with torch.no_grad():
+        got = model(*NET.rows(0)).item()
+    tiered.close(model)
+    assert got == want, f"rank {where.rank} computed {got}, not {want}"
 
 
 def gradients_are_refused_by_name(where: Where) -> None:
@@ -218,6 +239,7 @@ FACTS: dict[str, Callable[[Where], None]] = {
     function.__name__.replace("_", " "): function
     for function in (
         unequal_is_refused,
+        values_are_given_out_only_once_they_are_there,
         gradients_are_refused_by_name,
         pauses_change_no_bit,
         average_is_the_mean_over_ranks,

@@ -115,10 +115,11 @@ def save_checkpoint(folder: Path, checkpoint: Any) -> None:
 
 SPECIAL = ("everything", "carried")
 NAMES = [name for name in SCENARIOS if name not in SPECIAL]
-ONLY = {  # where a scenario sets budgets of its own, or goes on to need more than the least
-    "deferred to drive": ["drive", "device and drive"],
-    "frozen": [place for place in PLACES if not place.startswith("tight")],
-}
+ROOMY = [place for place in PLACES if not place.startswith("tight")]
+# Where a scenario sets budgets of its own, or needs more than the least: what is thawed gets states it did not have, and
+# of parameters that ranks use differently, whole gradients wait until all ranks have come to the end of a backward.
+ONLY = dict.fromkeys(("frozen", "branching", "experts", "zeroed", "evaluated", "two models"), ROOMY)
+ONLY["deferred to drive"] = ["drive", "device and drive"]
 
 
 def spread(names: list[str], ranks: int, *, host: bool) -> list[Job]:

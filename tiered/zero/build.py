@@ -156,6 +156,8 @@ def build(
             model.reducer.start([grads for grads in model.grads if isinstance(grads, SharedGrads)])
             initial.equalize(module, groups, runtime, refuse=config.initial_values == "equal")
         _fill_and_take(model, group_plans)
+        if runtime.traffic is not None:
+            runtime.traffic.exchange.open()
         _install(model, units)
         for group in groups:
             if group.index in placement.sticky and group.nbytes:

@@ -14,13 +14,15 @@ processes). On GPUs they are NCCL's.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,12 +32,14 @@ from tiered.errors import RankError, UsageError
 _PARTS = {"cpu": ("cpu:gloo",), "cuda": ("cpu:gloo", "cuda:nccl")}
 _MESSAGE = 32 << 20  # bytes of one point-to-point message: what a slow network carries well within the time limit
 _LOOK_S = 0.01  # between two looks at the store
+_STORE_S = 0.5  # for what else the store is asked
 _GROUP_SHARE = 0.8  # of the time limit: how long one call waits, so that what then has to be found out fits in too
 
 # one name was given up for the other in torch 2.13, and before that there is only the old one
 _gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 _reduce_single: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
 
+T = TypeVar("T")
 Take = Callable[[int, int, Sequence[torch.Tensor]], None]
 """Called with `start`, `stop` and every rank's elements [start, stop) of one slice, in order of ranks."""
 
@@ -56,7 +60,7 @@ class Ranks:
         self._group: Any = None
         self._place = ""
         if dist.is_available() and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            dist.init_process_group(self._wanted)
+            self._join()
         joined = dist.is_available() and dist.is_initialized()
         self.size = dist.get_world_size() if joined else 1
         self.rank = dist.get_rank() if joined else 0
@@ -79,6 +83,12 @@ class Ranks:
         if self.size == 1:
             return [mine]
         place = f"tiered/{next(_meetings)}"
+        met = _bounded(lambda: self._meet(place, what, mine), 2 * self._timeout_s)
+        if met is None:
+            raise RankError(f"{what}: torch.distributed's store does not answer: is the network between the nodes up?")
+        return met
+
+    def _meet(self, place: str, what: str, mine: str) -> list[str]:
         store = _store()
         names = [f"{place}/{rank}" for rank in range(self.size)]
         end = time.monotonic() + self._timeout_s
@@ -117,7 +127,11 @@ class Ranks:
         """What each rank that answers within `patience_s` says, `mine` among it; called by all that are alive once a
         call between them has failed. Empty where even that cannot be found out."""
         found: dict[int, str] = {}
-        try:
+        _bounded(lambda: self._call_roll(found, mine, patience_s), patience_s + _STORE_S)
+        return dict(found)
+
+    def _call_roll(self, found: dict[int, str], mine: str, patience_s: float) -> None:
+        with contextlib.suppress(RuntimeError, ValueError):  # its keeper is gone, or the user has destroyed the group
             store = _store()
             store.set(f"{self._place}/{self.rank}", mine)
             end = time.monotonic() + patience_s
@@ -126,9 +140,6 @@ class Ranks:
                     if rank not in found and store.check([f"{self._place}/{rank}"]):
                         found[rank] = store.get(f"{self._place}/{rank}").decode()
                 time.sleep(_LOOK_S)
-        except (RuntimeError, ValueError):  # its keeper is gone, or the user has destroyed torch's process group
-            return {}
-        return found
 
     def close(self) -> None:
         """Give the group back; idempotent. A call that another rank has left hanging ends with it."""
@@ -250,6 +261,19 @@ class Ranks:
 
     # --- inside ---
 
+    def _join(self) -> None:
+        """Make torch's own process group, as torchrun describes it."""
+        limit = timedelta(seconds=self._timeout_s)
+        try:
+            torch_distributed: Any = dist  # whose stubs do not have all it exports
+            store, rank, size = next(iter(torch_distributed.rendezvous("env://", timeout=limit)))
+            dist.init_process_group(self._wanted, store=store, rank=rank, world_size=size)
+        except RuntimeError as error:
+            raise RankError(
+                f"not all of {os.environ['WORLD_SIZE']} ranks joined within {self._timeout_s:g} s "
+                f"({first_line(error)}): start them together, or raise rank_timeout_s"
+            ) from error
+
     def _send(self, data: torch.Tensor, rank: int) -> list[Any]:
         return [dist.isend(piece, rank, group=self._group, tag=tag) for tag, piece in _pieces(data)]
 
@@ -261,12 +285,31 @@ def _pieces(data: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     return list(enumerate(data[start : start + _MESSAGE] for start in range(0, data.numel(), _MESSAGE)))
 
 
+def _bounded(call: Callable[[], T], seconds: float) -> T | None:
+    """What `call` returns or raises, or None where it has not come back after `seconds`: the store may not answer."""
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="tiered-store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failure:
+        raise failure[0]
+    return outcome[0] if outcome else None
+
+
 def _store() -> Any:
     """The store that every rank has joined. torch gives its users no other way to it."""
     return dist.distributed_c10d._get_default_store()
 
 
-def first_line(error: BaseException) -> str:
+def first_line(error: BaseException, most: int = 160) -> str:
     """What an error says, without the place and the stack that torch adds to its own."""
     line = str(error).strip().split("\n")[0]
-    return re.sub(r"^\[[^\]]*\.(cc|cpp|h):\d+\] ", "", line)[:160]
+    return re.sub(r"^\[[^\]]*\.(cc|cpp|h):\d+\] ", "", line)[:most]

@@ -28,8 +28,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
-from tiered.device.ticket import Completion, Event, Finished, settled
-from tiered.errors import RankError
+from tiered.device.ticket import Completion, Event, Finished, Ticket, settled
+from tiered.errors import RankError, TieredError
 from tiered.stats import Meter
 from tiered.zero.agreement import Call, Conclusion, Flag, Header, conclude, decode, describe, encode
 from tiered.zero.collectives import Ranks, first_line
@@ -86,8 +86,9 @@ class Exchange:
         self._jobs: dict[tuple[Flag, int], _Job] = {}
         self._asked: _Asked | None = None
         self._failure: RankError | None = None
-        self._closed = False
+        self._closed = True  # until this rank's shards are filled
         self._stopping = False
+        self._served = False  # some rank, in the last round
         self._last: list[Header] = []
         self._state = _Doing()
         self._carrier: weakref.ref[Carrier] | None = None
@@ -103,9 +104,12 @@ class Exchange:
 
     # --- the user's thread ---
 
-    def want(self, group: int, payload: Any, ready: Event) -> Completion:
+    def want(self, group: int, payload: Any, ready: Ticket) -> Completion:
         """Have the carrier gather a group once this rank's own part is `ready`."""
-        return self._give(Flag.WANT, group, payload, ready)
+        done = self._give(Flag.WANT, group, payload, ready)
+        if not ready.done():
+            ready.add_done_callback(self._wake)
+        return done
 
     def offer(self, flag: Flag, group: int, payload: Any) -> Completion:
         """Have the carrier exchange a group's gradient or values with every rank, once all have offered it."""
@@ -120,7 +124,7 @@ class Exchange:
         results: list[T] = []
         asked = _Asked(call, detail, lambda: results.append(action()), closes)
         with self.within(doing), self._changed:
-            self._check()
+            self.check()
             self._asked = asked
             self._changed.notify_all()
         with self.within(doing):
@@ -189,6 +193,10 @@ class Exchange:
         self.idle("the end of its program" + (f" by {type(error).__name__}: {first_line(error)}" if error else ""))
         self.stop()
 
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
     def _stop_soon(self) -> None:
         """Of a model that nobody closed: it may be collected anywhere, so nothing here may lock or wait."""
         self._stopping = True
@@ -216,7 +224,8 @@ class Exchange:
                     for job in jobs.values():
                         job.said = False
                     self._changed.notify_all()
-                idle = _IDLE_S[0] if jobs or asked is not None else min(2 * idle, _IDLE_S[1])
+                busy = jobs or asked is not None or self._served  # whoever wanted something may want more
+                idle = _IDLE_S[0] if busy else min(2 * idle, _IDLE_S[1])
         except BaseException as error:
             self._fail(self._named(error), error)
         finally:
@@ -240,6 +249,7 @@ class Exchange:
         return True
 
     def _carry_out(self, decided: Conclusion, jobs: dict[tuple[Flag, int], _Job], asked: _Asked | None) -> None:
+        self._served = bool(decided.gathers)
         carrier = self._carrier() if self._carrier is not None else None
         if carrier is None:
             raise RankError("the model was collected")
@@ -253,13 +263,14 @@ class Exchange:
         values = [jobs[Flag.VALUES, group].payload for group in decided.values]
         self._finish(Flag.VALUES, decided.values, jobs, carrier.complete(values))
         if decided.granted and asked is not None:
-            self._closed = asked.closes
-            self._asked = None
+            self._closed |= asked.closes
             try:
                 asked.action()
-            except BaseException as error:
+            except TieredError as error:  # this rank's own; what a connection raises fails everything alike
+                self._asked = None
                 asked.done.finish(error)
                 raise
+            self._asked = None
             asked.done.finish()
 
     def _finish(
@@ -309,12 +320,13 @@ class Exchange:
     def _give(self, flag: Flag, group: int, payload: Any, ready: Event) -> Completion:
         job = _Job(payload, ready)
         with self._changed:
-            self._check()
+            self.check()
             self._jobs[flag, group] = job
             self._changed.notify_all()
         return job.done
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise RankError where there are no rounds any more."""
         if self._failure is not None:
             raise RankError(str(self._failure)) from self._failure
         if self._stopping:

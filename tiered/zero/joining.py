@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import json
 import platform
-import zlib
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -63,7 +62,7 @@ class Joining:
 
     def compare(self, module: nn.Module, config: Config, groups: Sequence[GroupPlan], available: int) -> NodeLimits:
         """Meet, and compare what all are about to shard. Raises RankError where ranks differ or one has failed."""
-        facts = {"layout": _layout(module, groups), "config": _settings(config), "versions": _versions()}
+        facts = {"versions": _versions(), "config": _settings(config), "layout": _layout(module, groups)}
         node = {"node": _node(), "available": available, "limit": memory_limit(), "host_budget": config.host_budget}
         everybody = self._meet({"facts": facts, **node})
         _check_alike([one["facts"] for one in everybody], self._what)
@@ -81,7 +80,7 @@ class Joining:
         """Tell the others, who wait at the next meeting."""
         if self._pending and self.ranks.size > 1 and not isinstance(error, RankError):
             with contextlib.suppress(RankError):
-                self.ranks.meet(self._what, json.dumps({"error": f"{type(error).__name__}: {first_line(error)}"}))
+                self.ranks.meet(self._what, json.dumps({"error": f"{type(error).__name__}: {first_line(error, 800)}"}))
 
     def _meet(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
         self._pending -= 1
@@ -115,24 +114,23 @@ def _check_alike(facts: Sequence[dict[str, Any]], what: str) -> None:
             for key in sorted({*ours, *other[kind]}):
                 if ours.get(key) != other[kind].get(key):
                     raise RankError(
-                        f"{what}: the ranks differ in {kind}: {key} is {ours.get(key, 'missing')!r} on rank 0 and "
+                        f"{what}: the ranks differ in {kind}: '{key}' is {ours.get(key, 'missing')!r} on rank 0 and "
                         f"{other[kind].get(key, 'missing')!r} on rank {rank}: build the same model with the same "
                         f"settings on every rank"
                     )
 
 
 def _layout(module: nn.Module, groups: Sequence[GroupPlan]) -> dict[str, str]:
-    """Each group in a word: enough to tell which differs, without sending the names of every parameter."""
+    """What each parameter is, and where it lies."""
     names = {id(param): name for name, param in module.named_parameters()}
-    found = {}
-    for group in groups:
-        said = [(names[id(p)], list(p.shape), str(p.dtype), p.requires_grad) for p in group.params]
-        digest = zlib.crc32(json.dumps([said, str(group.dtype), str(group.grad_dtype)]).encode())
-        first = f"{said[0][0]} {tuple(said[0][1])}"
-        found[f"group {group.index}"] = (
-            f"'{group.name}' ({len(said)} parameters, {group.spec.numel} elements, first {first}, layout {digest:08x})"
+    return {
+        names[id(param)]: (
+            f"{tuple(param.shape)} {param.dtype}, {'trained' if param.requires_grad else 'frozen'}, "
+            f"computed in {group.dtype}, number {position} of group {group.index}"
         )
-    return found
+        for group in groups
+        for position, param in enumerate(group.params)
+    }
 
 
 def _settings(config: Config) -> dict[str, str]:

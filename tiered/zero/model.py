@@ -344,6 +344,10 @@ class ShardedModule(nn.Module):
         model: ShardedModel | None = self.__dict__.get(MODEL_ATTRIBUTE)
         if model is None:
             return
+        if kind is not None and model.runtime.traffic is not None:  # the other ranks cannot be waited for
+            model.runtime.traffic.exchange.idle(f"close(), after {kind.__name__}: {error}")
+            model.close(keep_weights=False)
+            return
         try:
             model.close(keep_weights=True)
         except TieredError:

@@ -48,6 +48,7 @@ class Reducer:
         self._deferring = 0
         self._left = False  # something may wait for the step
         self._task: int | None = None  # of the backward that is going on
+        self._offered = False  # something of it, to the other ranks
 
     def start(self, grads: Sequence[SharedGrads]) -> None:
         """Reduce these, and give every rank the buffers of rank 0."""
@@ -61,6 +62,10 @@ class Reducer:
         """A group whose gradients are complete is reduced in this backward."""
         last = self._stage > 1 or self.backwards + 1 == self._usual
         return not self._deferring and last
+
+    def offered(self) -> None:
+        """A group's gradients go to the other ranks before backward is over."""
+        self._offered = True
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
@@ -76,6 +81,7 @@ class Reducer:
         its own inside the one that is going on: only that one's end counts."""
         if self._task is None:
             self._task = torch._C._current_graph_task_id()
+            self._offered = False
             for grads in self._grads:
                 grads.begin_backward()
             engine: Any = torch.autograd.Variable._execution_engine
@@ -90,6 +96,7 @@ class Reducer:
             yield
             return
         self.outside_backward()
+        self._exchange.check()
         with self._exchange.within(f"the forward of '{label}'", computing=True):
             yield
 
@@ -98,7 +105,7 @@ class Reducer:
         if self._task is not None:
             self._task = None
             self._exchange.idle("a backward that failed")
-            self._failed += any(grads.reduction is not None for grads in self._grads)
+            self._failed += self._offered
 
     def _end_backward(self) -> None:
         self._departures.drain()

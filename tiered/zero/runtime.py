@@ -47,6 +47,11 @@ class Runtime:
         """A group's param block on the host is the gathered group itself: no copy between the two."""
         return self.device.in_place and not self.partitions("param")
 
+    def check(self) -> None:
+        """Raise RankError where another rank has been lost."""
+        if self.traffic is not None:
+            self.traffic.exchange.check()
+
     def together(self, call: Call, doing: str, action: Callable[[], T], *, detail: int = 0, closes: bool = False) -> T:
         """Run `action`, with several ranks once all of them have made the same call: see `zero.exchange`."""
         if self.traffic is None:

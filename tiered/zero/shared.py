@@ -65,6 +65,7 @@ class SharedGrads(GroupGrads):
         self._begun -= 1
         self._now[position] = True
         if not self._begun and self._reducer.reducing and self._now == self.expected == self.arrived:
+            self._reducer.offered()
             self.offer(self.expected)
 
     def undo(self, position: int, had: bool) -> None:

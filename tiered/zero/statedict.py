@@ -67,6 +67,8 @@ class _Load(_Copyless):
         if torch.__future__.get_swap_module_params_on_conversion():
             raise UsageError("load_state_dict() that swaps parameters would replace sharded ones: switch that off")
         type(self._module)._load_from_state_dict(self._module, state_dict, prefix, local_metadata, *rest)
+        for home in _homes(self._module).values():
+            home.group.runtime.check()  # torch makes a list of what loading raises
         for name, home in _homes(self._module).items():
             value = state_dict.get(prefix + name)
             if isinstance(value, torch.Tensor) and value.shape == home.slot.shape:
