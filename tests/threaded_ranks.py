@@ -33,9 +33,12 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
+from torch import nn
 
+import tiered
 from tiered.errors import RankError
 from tiered.zero import collectives
+from tiered.zero.model import MODEL_ATTRIBUTE, ShardedModel
 
 T = TypeVar("T")
 LIMIT_S = 40.0
@@ -210,7 +213,7 @@ class World:
     def _all_gather(self, out: torch.Tensor, mine: torch.Tensor, group: _Group) -> None:
         given = self._everybody(group, "all_gather", mine.clone())
         out.copy_(torch.cat(given))
-        if group.rank == 0:
+        if group.rank == 0 and not mine.is_cuda:
             with self._changed:
                 self.rounds += 1
                 self._changed.notify_all()
@@ -224,7 +227,10 @@ class World:
         self.delay()
         with self._changed:
             self._enter(group)
-            number, group.calls = group.calls, group.calls + 1
+            backend = (
+                "nccl" if isinstance(mine, torch.Tensor) and mine.is_cuda else "gloo"
+            )  # each in an order of its own
+            number = group.next_call(backend)
             call = group.shared.calls.setdefault(number, _Call(kind))
             if call.kind != kind:
                 raise RuntimeError(f"rank {group.rank} is in {kind}, others are in {call.kind}")
@@ -252,6 +258,20 @@ class World:
             raise RuntimeError(f"Connection closed by peer {sorted(group.shared.left)}")
 
 
+@contextlib.contextmanager
+def sharded(model: nn.Module, **settings: Any) -> Iterator[tuple[nn.Module, tiered.AdamW, ShardedModel]]:
+    """On a rank: a model, its optimizer and its inside; all ranks close together, or each without its weights where it
+    has failed."""
+    common = {"host_budget": "32MiB", "optimizer_tier": "host", "rank_timeout_s": LIMIT_S}
+    tiered.shard(model, tiered.Config(**{**common, **settings}))
+    try:
+        inside: ShardedModel = model.__dict__[MODEL_ATTRIBUTE]
+        yield model, tiered.AdamW(model.parameters(), lr=1e-2), inside
+        tiered.close(model)
+    finally:
+        tiered.close(model, keep_weights=False)
+
+
 def ranks_threads() -> list[threading.Thread]:
     """The threads of the runtime that are alive now for what goes between ranks."""
     return [thread for thread in threading.enumerate() if thread.name == THREAD]
@@ -277,7 +297,7 @@ class _Shared:
     """What the ranks of one group have in common."""
 
     left: set[int] = dataclasses.field(default_factory=set)
-    calls: dict[int, _Call] = dataclasses.field(default_factory=dict)
+    calls: dict[tuple[str, int], _Call] = dataclasses.field(default_factory=dict)
     parcels: dict[_Key, _Parcel] = dataclasses.field(default_factory=dict)
 
 
@@ -288,8 +308,12 @@ class _Group:
     rank: int
     shared: _Shared
     timeout_s: float
-    calls: int = 0
+    calls: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     messages: collections.Counter[tuple[str, int, int, int]] = dataclasses.field(default_factory=collections.Counter)
+
+    def next_call(self, backend: str) -> tuple[str, int]:
+        self.calls[backend] += 1
+        return backend, self.calls[backend]
 
     def next_key(self, verb: str, src: int, dst: int, tag: int) -> _Key:
         number = self.messages[verb, src, dst, tag]

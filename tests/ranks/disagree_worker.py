@@ -100,7 +100,7 @@ VARIANTS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {  # of sh
     "stage": (Net, {"stage": 2}),
     "precision": (Net, {"precision": HALF}),
     "tiers": (Net, {"optimizer_tier": "host"}),
-    "patient": (Net, {"rank_timeout_s": 90.0}),
+    "patient": (Net, {"rank_timeout_s": 91}),
     "no folder": (Net, {"nvme": "/nowhere/at/all"}),
     "small budget": (Net, {"host_budget": 4096}),
     "unsupported": (lambda: Net().to(torch.complex64), {}),

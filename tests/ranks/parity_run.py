@@ -134,7 +134,8 @@ def sharded(
     try:
         yield Session(where, case, model, tiered.AdamW(groups(model), **{**ADAM, **adam}), apart)
         trained = copied(model.state_dict())
-        _moved(where, tiered.stats(model))
+        if not config:  # settings of its own may move more
+            _moved(where, tiered.stats(model))
     except BaseException:
         tiered.close(model, keep_weights=False)
         raise

@@ -267,7 +267,10 @@ class Ranks:
         try:
             torch_distributed: Any = dist  # whose stubs do not have all it exports
             store, rank, size = next(iter(torch_distributed.rendezvous("env://", timeout=limit)))
-            dist.init_process_group(self._wanted, store=store, rank=rank, world_size=size)
+            shared = dist.PrefixStore(
+                "default_pg", store
+            )  # as torch names it, should another rank have done this itself
+            dist.init_process_group(self._wanted, store=shared, rank=rank, world_size=size)
         except RuntimeError as error:
             raise RankError(
                 f"not all of {os.environ['WORLD_SIZE']} ranks joined within {self._timeout_s:g} s "

@@ -111,7 +111,7 @@ def _check_alike(facts: Sequence[dict[str, Any]], what: str) -> None:
     """Raise RankError naming the first thing in which a rank differs from rank 0."""
     for rank, other in enumerate(facts):
         for kind, ours in facts[0].items():
-            for key in sorted({*ours, *other[kind]}):
+            for key in dict.fromkeys((*ours, *other[kind])):
                 if ours.get(key) != other[kind].get(key):
                     raise RankError(
                         f"{what}: the ranks differ in {kind}: '{key}' is {ours.get(key, 'missing')!r} on rank 0 and "

@@ -114,7 +114,8 @@ class Reducer:
         if self._deferring or self._stage == 1:
             self._left = True
         else:
-            self._meet(f"the end of backward {self.backwards} of a step")
+            again = f", tried again after it failed {self._failed} times half way" if self._failed else ""
+            self._meet(f"the end of backward {self.backwards} of a step{again}")
         self._exchange.idle(f"backward {self.backwards} of a step")
 
     # --- step ---
