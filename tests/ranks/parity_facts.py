@@ -67,9 +67,9 @@ def gradients_are_refused_by_name(where: Where) -> None:
     """Reading and setting p.grad names the parameter; dropping gradients works."""
     with sharded(where, NET) as session:
         session.backward(0)
-        with pytest.raises(tiered.UsageError, match="grad.*head"):
+        with pytest.raises(tiered.UsageError, match=r"grad.*head"):
             _ = session.model.head.weight.grad
-        with pytest.raises(tiered.UsageError, match="grad.*head"):
+        with pytest.raises(tiered.UsageError, match=r"grad.*head"):
             session.model.head.weight.grad = torch.zeros(3, WIDTH)
         session.model.zero_grad()
         session.backward(1)

@@ -1,8 +1,4 @@
-"""What must wait for what, each held up by a gate: without the wait the test reads what is not there yet, or leaks.
-
-A gate holds every copy of one direction (or every read of a drive) until it is opened. What must wait is called while
-it is closed, and a timer opens it: code that waits sees the copy done, code that does not goes wrong whatever the time.
-"""
+"""What must wait for what, each held up by a gate: without the wait the test reads what is not there yet, or leaks."""
 
 import contextlib
 import threading
@@ -16,6 +12,7 @@ import deferred
 import pytest
 import torch
 from torch import nn
+from waits.gate import HELD_S, LIMIT_S, Gate
 
 import tiered
 from tiered.device import emulated
@@ -28,74 +25,7 @@ from tiered.zero import residence
 from tiered.zero.group import ParamGroup
 from tiered.zero.model import MODEL_ATTRIBUTE, ShardedModel
 
-LIMIT_S = 60
-HELD_S = 0.2
 WIDTH = 64
-
-
-class Gate:
-    """Holds the threads of the links named until it is open; at first it is."""
-
-    def __init__(self) -> None:
-        self._open = threading.Event()
-        self._held: tuple[str, ...] = ()
-        self._timers: list[threading.Timer] = []
-        self._open.set()
-
-    def close(self, *held: str) -> None:
-        self._held = held
-        self._open.clear()
-
-    def open(self) -> None:
-        self._open.set()
-
-    @contextlib.contextmanager
-    def opening_soon(self) -> Iterator[None]:
-        """Inside, the gate opens while whatever runs waits for it, or has gone past."""
-        timer = threading.Timer(HELD_S, self.open)
-        timer.start()
-        yield
-        timer.join()
-
-    def pass_through(self, nbytes: int) -> None:
-        self.hold(threading.current_thread().name)
-
-    def lets(self, name: str) -> bool:
-        return name not in self._held or self._open.is_set()
-
-    def hold(self, name: str) -> None:
-        if name in self._held:
-            assert self._open.wait(LIMIT_S)
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    made = Gate()
-    monkeypatch.setattr(emulated.Link, "_sleep", made.pass_through)
-    yield made
-    made.open()
-
-
-@pytest.fixture
-def slow_drive(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """A gate that holds reads of drives, under the name "drive"."""
-    read = SwapSpace.read
-
-    def held(space: SwapSpace, *where: Any) -> Ticket:
-        if gate.lets("drive"):
-            return read(space, *where)
-        whole = Completion()
-
-        def later() -> None:
-            gate.hold("drive")
-            settled(read(space, *where))
-            whole.finish()
-
-        threading.Thread(target=later).start()
-        return whole
-
-    monkeypatch.setattr(SwapSpace, "read", held)
-    return gate
 
 
 def network(layers: int = 4) -> nn.Sequential:

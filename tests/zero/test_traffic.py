@@ -106,7 +106,7 @@ def test_ranks_train_what_one_rank_trains_though_every_message_is_late(stage: in
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_reads_what_the_others_keep_though_they_do_nothing(place: str, tmp_path: Path) -> None:
     with ranks(3) as (world, models):
-        over = threading.Event()
+        over, plain = threading.Event(), network()
 
         def program(rank: int) -> bool:
             with sharded(models[rank], nvme=tmp_path, **PLACES[place]) as (model, _, _):
@@ -114,19 +114,20 @@ def test_a_rank_reads_what_the_others_keep_though_they_do_nothing(place: str, tm
                     return over.wait(LIMIT_S)
                 values = [param.detach().clone() for param in model.parameters()]
                 over.set()
-                return all(map(torch.equal, values, network().parameters()))
+                return all(map(torch.equal, values, plain.parameters()))
 
         assert world.run(program) == [True] * 3
 
 
 def test_ranks_read_groups_in_orders_of_their_own() -> None:
     with ranks(2) as (world, models):
+        plain = network()
 
         def program(rank: int) -> bool:
             with sharded(models[rank], device="cpu", device_budget="8KiB") as (model, _, inside):
                 right = True
                 for index in (0, 1, 2, 0, 2, 1) if rank else (2, 2, 1, 0):
-                    right &= torch.equal(model[index].weight.detach().clone(), network()[index].weight)
+                    right &= torch.equal(model[index].weight.detach().clone(), plain[index].weight)
                 assert inside.runtime.meter.hits < inside.runtime.meter.uses, "nothing had to come twice"
                 return right
 
@@ -238,7 +239,7 @@ def test_on_a_gpu_what_all_ranks_want_comes_by_collectives_on_a_stream_that_comp
 
 def test_on_a_gpu_what_one_rank_wants_comes_through_the_host() -> None:
     with ranks(3) as (world, models):
-        over = threading.Event()
+        over, plain = threading.Event(), network()
 
         def program(rank: int) -> bool:
             with on_gpu(models[rank]) as (_, _, inside, between):
@@ -248,7 +249,7 @@ def test_on_a_gpu_what_one_rank_wants_comes_through_the_host() -> None:
                     buffer = inside.groups[1].buffer.view(torch.float32)
                     value = buffer[: WIDTH**2].as_subclass(torch.Tensor).clone()
                 over.set()
-                return torch.equal(value, network()[1].weight.reshape(-1)) and between.ran == 0
+                return torch.equal(value, plain[1].weight.reshape(-1)) and between.ran == 0
 
         assert world.run(program) == [True] * 3
 

@@ -226,7 +226,7 @@ class _Slots:
         most = 0
         for group, arrays in self._work:
             part = min(chunk, group.spec.shard_numel)
-            staged = [a for a in arrays if group.blocks[a.kind].home is Tier.NVME]
+            staged = [a for a in arrays if group.blocks[a.kind].home is Tier.NVME and not group.whole(a.kind)]
             most = max(most, sum(page_ceil(part * a.dtype.itemsize) for a in staged))
         return most
 

@@ -93,7 +93,7 @@ class Ranks:
         names = [f"{place}/{rank}" for rank in range(self.size)]
         end = time.monotonic() + self._timeout_s
         try:
-            store.set(names[self.rank], mine)
+            store.set(names[self.rank], f"{what}\0{mine}")
             while missing := [rank for rank, name in enumerate(names) if not store.check([name])]:
                 if store.check([f"{place}/failed"]):
                     break
@@ -105,7 +105,11 @@ class Ranks:
                 raise RankError(
                     f"{store.get(f'{place}/failed').decode()}: every rank must call it, or raise rank_timeout_s"
                 )
-            return [store.get(name).decode() for name in names]
+            found = [store.get(name).decode().partition("\0") for name in names]
+            if len({where for where, _, _ in found}) > 1:
+                said = "; ".join(f"rank {rank}: {where}" for rank, (where, _, _) in enumerate(found))
+                raise RankError(f"the ranks have come to different calls: {said}")
+            return [text for _, _, text in found]
         except RuntimeError as error:  # torch's of a connection: the process that keeps the store has gone
             if isinstance(error, RankError):
                 raise
