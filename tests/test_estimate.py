@@ -66,7 +66,7 @@ def test_what_is_left_out_is_named() -> None:
         ({"grad_dtype": torch.int64}, "grad_dtype"),
         ({"offload_params": "disk"}, "offload_params"),
         ({"offload_optimizer": "ram"}, "offload_optimizer"),
-        ({"offload_params": "host", "stage": 2}, "offload_params"),
+        ({"offload_params": "host", "stage": 0}, "offload_params"),
         ({"offload_optimizer": "host", "stage": 0}, "offload_optimizer"),
     ],
 )

@@ -58,7 +58,9 @@ class World:
         self._changed = threading.Condition()
         self._store: dict[str, bytes] = {}
         self._groups: list[_Shared] = []
+        self._made: collections.Counter[int] = collections.Counter()  # of them, by each rank
         self._stopped: set[int] = set()
+        self._standing: set[int] = set()  # those of them that would have made a call
         self._ended = False
         self._here = threading.local()
         self._outside = -1
@@ -71,7 +73,7 @@ class World:
             "dist": _Distributed(self),
             "_gather_single": self._all_gather,
             "_reduce_single": self._reduce_scatter,
-            "_meetings": _Meetings(),
+            "_meetings": _Meetings(self),
         }
         with mock.patch.multiple(collectives, **fakes):
             try:
@@ -116,9 +118,10 @@ class World:
         return ends
 
     def stop(self, rank: int) -> None:
-        """`rank` makes no further call, until it goes on."""
+        """`rank` makes no further call, until it goes on; returns when it stands before one."""
         with self._changed:
             self._stopped.add(rank)
+            assert self._changed.wait_for(lambda: rank in self._standing, LIMIT_S), f"rank {rank} makes no calls"
 
     def go_on(self, rank: int) -> None:
         """Undo `stop`."""
@@ -145,8 +148,9 @@ class World:
 
     def new_group(self, backend: str, timeout: timedelta) -> _Group:
         rank = self.rank_here()
-        number = self._here.groups = getattr(self._here, "groups", -1) + 1
         with self._changed:
+            number = self._made[rank]
+            self._made[rank] += 1
             while len(self._groups) <= number:
                 self._groups.append(_Shared())
             group = _Group(rank, self._groups[number], timeout.total_seconds())
@@ -243,7 +247,11 @@ class World:
             return [call.given[rank] for rank in range(self.size)]
 
     def _enter(self, group: _Group) -> None:
-        self._changed.wait_for(lambda: group.rank not in self._stopped or self._ended, LIMIT_S)
+        while group.rank in self._stopped and not self._ended:
+            self._standing.add(group.rank)
+            self._changed.notify_all()
+            assert self._changed.wait(LIMIT_S)
+        self._standing.discard(group.rank)
         self._check(group)
 
     def _until(self, group: _Group, reached: Callable[[], bool]) -> None:
@@ -364,13 +372,12 @@ class _Store:
 class _Meetings:
     """Each rank counts its own, as processes do."""
 
-    def __init__(self) -> None:
-        self._here = threading.local()
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._counts = [itertools.count() for _ in range(world.size)]
 
     def __next__(self) -> int:
-        if not hasattr(self._here, "count"):
-            self._here.count = itertools.count()
-        return next(self._here.count)
+        return next(self._counts[self._world.rank_here()])
 
 
 class _Distributed:

@@ -101,7 +101,7 @@ def _check(parameters: int, ranks: int, stage: int, offload_params: Offload, off
         raise ConfigError(f"ranks: got {ranks}, expected at least 1")
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"stage: got {stage!r}, expected 0, 1, 2 or 3")
-    for name, tier, least in (("offload_params", offload_params, 3), ("offload_optimizer", offload_optimizer, 1)):
+    for name, tier, least in (("offload_params", offload_params, 1), ("offload_optimizer", offload_optimizer, 1)):
         if tier not in (None, "host", "nvme"):
             raise ConfigError(f"{name}: got {tier!r}, expected None, 'host' or 'nvme'")
         if tier is not None and stage < least:

@@ -112,7 +112,7 @@ def test_a_gradient_that_cannot_be_added_is_an_error_of_the_step(gate: Gate) -> 
         raise OSError("the memory is gone")
 
     with sharded(2) as (model, optimizer, inside):
-        inside.departures._kernels = type(inside.kernels)(broken, broken)
+        inside.departures._kernels = type(inside.kernels)(broken, broken, broken)
         with pytest.raises(OSError, match="the memory is gone"):  # of the backward that sees it, else of the step
             loss_of(model).backward()
             optimizer.step()

@@ -343,11 +343,7 @@ def test_a_rank_whose_threads_stand_still_is_named_by_the_others() -> None:
     with sides(3, IMPATIENT_S) as made:
         made.world.stop(1)
 
-        def use(side: Side) -> None:
-            for _ in range(3 if side.ranks.rank != 1 else 0):  # the call that rank 1 was in may still end
-                side.want(0).wait()
-
-        ends = made.world.ended(lambda rank: use(made[rank]))
+        ends = made.world.ended(lambda rank: made[rank].want(0).wait() if rank != 1 else None)
         for rank in (0, 2):
             assert isinstance(ends[rank], tiered.RankError)
             assert "ranks [1] are gone, or do not answer" in made[rank].refuses()

@@ -33,11 +33,12 @@ from tiered.zero.traffic import Traffic, scratch_bytes
 WIDTH, LAYERS = 24, 3
 STAGES = (1, 2, 3)
 LATE_S = 1e-3
+LINK = tiered.Emulation(max_delay_s=LATE_S)
 PLACES: dict[str, dict[str, Any]] = {
     "host": {"device": "cpu"},
     "drive": {"device": "cpu", "param_tier": "nvme", "optimizer_tier": "nvme"},
-    "device": {"device": "emulated"},
-    "device and drive": {"device": "emulated", "param_tier": "nvme", "optimizer_tier": "nvme"},
+    "device": {"device": "emulated", "emulation": LINK},
+    "device and drive": {"device": "emulated", "emulation": LINK, "param_tier": "nvme", "optimizer_tier": "nvme"},
 }
 
 

@@ -271,7 +271,7 @@ class Ranks:
         try:
             torch_distributed: Any = dist  # whose stubs do not have all it exports
             store, rank, size = next(iter(torch_distributed.rendezvous("env://", timeout=limit)))
-            shared = dist.PrefixStore(
+            shared = torch_distributed.PrefixStore(
                 "default_pg", store
             )  # as torch names it, should another rank have done this itself
             dist.init_process_group(self._wanted, store=shared, rank=rank, world_size=size)
