@@ -170,7 +170,7 @@ def gpt(**settings: Any) -> Case:
 
 
 NET = Case(Net, float_rows)
-LARGE = Case(partial(Net, 8, 256), partial(float_rows, widths=(256,)))  # 2 MiB
+LARGE = Case(partial(Net, 12, 256), partial(float_rows, widths=(256,)))  # 3 MiB
 EXPERTS = Case(Experts, float_rows, by_part=True)
 EVERYTHING = Case(Everything, float_rows, by_part=True)
 ODD = Case(OddShapes, partial(float_rows, widths=(13, 5)))

@@ -68,7 +68,8 @@ class Session:
     case: Case
     model: nn.Module
     optimizer: tiered.AdamW
-    apart: bool = False  # one process runs a backward for each part, so that 16-bit gradients are rounded as on ranks
+    apart: bool = False  # one process runs a backward for each part, so that 16-bit gradients are rounded, and overflow,
+    # as on ranks: undivided. Their sum is a multiple of the mean, so a step is the same only where it is clipped.
 
     def parts(self, seed: int) -> list[tuple[tuple[Tensor, ...], dict[str, int]]]:
         """What this process gives to the model for joined batch number `seed`: rows, and which part they are."""
@@ -81,18 +82,15 @@ class Session:
     def backward(self, seed: int, share: float = 1.0) -> float:
         """Forward and backward of this process's part of joined batch number `seed`; returns the loss."""
         parts = self.parts(seed)
-        if self.apart:
-            losses = [self.model(*rows, **how) / len(parts) for rows, how in parts]
-        else:
-            losses = [sum(self.model(*rows, **how) for rows, how in parts) / len(parts)]
-        for loss in losses:
+        losses = [self.model(*rows, **how) for rows, how in parts]
+        for loss in losses if self.apart else [sum(losses) / len(losses)]:
             self.optimizer.scale_loss(loss * share).backward()
-        return sum(loss.item() for loss in losses)
+        return sum(loss.item() for loss in losses) / len(losses)
 
     def step(self, *, set_to_none: bool = True) -> float:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=set_to_none)
-        return self.optimizer.grad_norm
+        return self.optimizer.grad_norm / (len(self.where.mine) if self.apart else 1)
 
     def train(self, seeds: Sequence[int]) -> dict[str, list[float]]:
         """One whole step on each joined batch."""

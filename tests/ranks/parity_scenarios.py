@@ -245,7 +245,7 @@ def deferred(where: Where, case: Case, **budget: str) -> Observed:
             assert not budget or any(where.swap.iterdir()), "nothing was parked"
             return model
 
-    with sharded(where, case, seed=100 + where.rank, build=build, config=budget) as session:
+    with sharded(where, case, seed=100 + where.rank, build=build, config=budget, lr=1e-3) as session:
         own = {part: torch.rand(3) if part == 0 else None for part in where.mine}
         return {"start": session.weights(), "own": own, **session.train(STEPS), **session.outcome()}
 
@@ -328,7 +328,7 @@ SCENARIOS: dict[str, Callable[[Where], Observed]] = {
     "evaluated": evaluated,
     "from rank 0": from_rank_0,
     "deferred": partial(deferred, case=NET),
-    "deferred to drive": partial(deferred, case=LARGE, host_budget="6MiB"),
+    "deferred to drive": partial(deferred, case=LARGE, host_budget="8MiB"),
     "bf16": partial(low_precision, dtype=torch.bfloat16),
     "fp16": partial(low_precision, dtype=torch.float16),
     "two models": two_models,

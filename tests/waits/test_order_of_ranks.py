@@ -21,6 +21,7 @@ from tiered.io.swapfile import SwapSpace
 from tiered.schedule.trace import Phase
 from tiered.zero.grads import Kernels
 from tiered.zero.group import ParamGroup
+from tiered.zero.model import ShardedModel
 
 T = TypeVar("T")
 WIDTH = 64
@@ -259,7 +260,10 @@ class _Reached:
 
 
 def fill(group: ParamGroup, value: float) -> Callable[[], None]:
-    return lambda: group.buffer.view(group.dtype).fill_(value) and None
+    def work() -> None:
+        group.buffer.view(group.dtype).fill_(value)
+
+    return work
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -296,71 +300,78 @@ def test_what_gather_modifies_is_given_out_when_the_stream_that_does_has_done_it
 # --- gradients ---
 
 
+def reduced(inside: ShardedModel, index: int) -> torch.Tensor:
+    """What this rank keeps of the mean gradient of a group, once a step looks."""
+    inside.begin_step()
+    group = inside.groups[index]
+    start, size = group.base("grad"), group.spec.shard_numel
+    with inside.runtime.store.pinned(group.blocks["grad"]) as memory:
+        return memory.view(group.dtype, start, start + size).clone()
+
+
+def shard_of(param: torch.Tensor, rank: int) -> torch.Tensor:
+    return param.grad.reshape(-1).chunk(2)[rank]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_backward_ends_with_has_left_the_device_before_the_ranks_look_what_there_is(
     two: Two, stage: int, gate: Gate
 ) -> None:
-    plain = two.plain
-    loss_of(plain).backward()
-
-    def program(rank: int) -> bool:
+    def program(rank: int) -> torch.Tensor:
         with sharded(two.models[rank], device="emulated", stage=stage) as (model, _, inside):
             two.meet()
             gate.close("tiered-d2h")
             two.meet()
             with gate.opening_soon():
                 loss_of(model).backward()
-            inside.begin_step()
-            group = inside.groups[0]
-            start, size = group.base("grad"), group.spec.shard_numel
-            with inside.runtime.store.pinned(group.blocks["grad"]) as memory:
-                mean = memory.view(group.dtype, start, start + size).clone()
-            return torch.allclose(mean, plain[0].weight.grad.reshape(-1)[rank * size : (rank + 1) * size])
+            return reduced(inside, 0)
 
-    assert two.run(program) == [True, True]
+    loss_of(two.plain).backward()
+    for rank, got in enumerate(two.run(program)):
+        torch.testing.assert_close(got, shard_of(two.plain[0].weight, rank))
 
 
+@pytest.mark.parametrize("synced", [True, False])
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
 def test_dropping_a_gradient_of_a_backward_that_failed_is_not_undone_by_one_on_its_way(
-    two: Two, stage: int, set_to_none: bool, gate: Gate
+    two: Two, stage: int, set_to_none: bool, synced: bool, gate: Gate
 ) -> None:
     """What is added to an earlier gradient is added by a thread, which here is late."""
 
     def fails(grad: torch.Tensor) -> None:
         raise ArithmeticError
 
-    def program(rank: int, failing: bool) -> torch.Tensor:
-        with sharded(two.models[rank], device="emulated", stage=stage) as (model, optimizer, inside):
-            kernels = inside.kernels
+    def program(rank: int) -> torch.Tensor:
+        with sharded(two.models[rank], device="emulated", stage=stage) as (model, _, inside):
+            optimizer, kernels = (
+                tiered.AdamW(list(model.parameters())[::-1]),
+                inside.kernels,
+            )  # drops the last one first
 
             def late(*given: Any) -> float:
                 gate.hold("adding")
                 return kernels.accumulate(*given)
 
             inside.departures._kernels = Kernels(late, kernels.sum_of_squares, kernels.average)
-            if failing:
-                with tiered.no_sync(model):
-                    loss_of(model).backward()
-                    two.meet()
-                    gate.close("adding")
-                    two.meet()
-                    middle = model[1](model[0](torch.ones(2, WIDTH)))
-                    middle.register_hook(fails)
-                    with pytest.raises(ArithmeticError):
-                        model[2](middle).square().sum().backward()
+            with tiered.no_sync(model):
+                loss_of(model).backward()
+            two.meet()
+            gate.close("adding")
+            two.meet()
+            with contextlib.nullcontext() if synced else tiered.no_sync(model):
+                middle = model[1](model[0](torch.ones(2, WIDTH)))
+                middle.register_hook(fails)
+                with pytest.raises(ArithmeticError):
+                    model[2](middle).square().sum().backward()
                 with gate.opening_soon():
                     optimizer.zero_grad(set_to_none=set_to_none)
                     loss_of(model, 0.5).backward()
-            else:
-                loss_of(model, 0.5).backward()
-            optimizer.step()
-            return model.state_dict()["2.weight"].clone()
+            return reduced(inside, 2)
 
-    got = two.run(lambda rank: program(rank, True))
-    want = two.run(lambda rank: program(rank, False))
-    for rank in range(2):
-        torch.testing.assert_close(got[rank], want[rank])
+    loss_of(two.plain, 0.5).backward()
+    for rank, got in enumerate(two.run(program)):
+        torch.testing.assert_close(got, shard_of(two.plain[2].weight, rank))
 
 
 # --- the step ---

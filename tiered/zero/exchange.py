@@ -59,7 +59,13 @@ class _Job:
     payload: Any  # the carrier's
     ready: Event
     said: bool = False  # to the other ranks, in the round that is going on
+    withheld: bool = False  # from the next round on: it is being taken back
     done: Completion = dataclasses.field(default_factory=Completion)
+
+    @property
+    def speaks(self) -> bool:
+        """The next round may be about it."""
+        return self.ready.done() and not self.withheld
 
 
 @dataclasses.dataclass(slots=True)
@@ -140,9 +146,11 @@ class Exchange:
         """Take back what was offered, if it has not begun: True where it never will."""
         with self._changed:
             job = self._jobs.get((flag, group))
-            while job is not None and job.said and self._failure is None:
+            if job is None:
+                return False
+            job.withheld = True
+            while job.said and self._failure is None:
                 self._changed.wait()
-                job = self._jobs.get((flag, group))
             return self._jobs.pop((flag, group), None) is not None
 
     def open(self) -> None:
@@ -284,7 +292,7 @@ class Exchange:
 
     def _say(self) -> tuple[Header, dict[tuple[Flag, int], _Job], _Asked | None]:
         """This rank's header, and what of it this round may be about."""
-        jobs = {key: job for key, job in self._jobs.items() if job.ready.done()}
+        jobs = {key: job for key, job in self._jobs.items() if job.speaks}
         flags = bytearray(self._groups)
         for (flag, group), job in jobs.items():
             flags[group] |= flag
@@ -300,7 +308,7 @@ class Exchange:
     def _speaks(self) -> bool:
         if self._stopping or self._failure is not None:
             return True
-        return self._asked is not None or any(job.ready.done() for job in self._jobs.values())
+        return self._asked is not None or any(job.speaks for job in self._jobs.values())
 
     def _named(self, error: BaseException) -> RankError:
         """What has failed, as an error that says who was doing what."""
