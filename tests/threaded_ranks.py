@@ -61,6 +61,7 @@ class World:
         self._made: collections.Counter[int] = collections.Counter()  # of them, by each rank
         self._stopped: set[int] = set()
         self._standing: set[int] = set()  # those of them that would have made a call
+        self._waiting: set[int] = set()  # in a call for all
         self._ended = False
         self._here = threading.local()
         self._outside = -1
@@ -118,10 +119,13 @@ class World:
         return ends
 
     def stop(self, rank: int) -> None:
-        """`rank` makes no further call, until it goes on; returns when it stands before one."""
+        """`rank` makes no further call, until it goes on; returns when it stands before one that all others wait in."""
         with self._changed:
             self._stopped.add(rank)
-            assert self._changed.wait_for(lambda: rank in self._standing, LIMIT_S), f"rank {rank} makes no calls"
+            ready = self._changed.wait_for(
+                lambda: rank in self._standing and len(self._waiting) == self.size - 1, LIMIT_S
+            )
+            assert ready, f"rank {rank} makes no calls"
 
     def go_on(self, rank: int) -> None:
         """Undo `stop`."""
@@ -239,8 +243,12 @@ class World:
             if call.kind != kind:
                 raise RuntimeError(f"rank {group.rank} is in {kind}, others are in {call.kind}")
             call.given[group.rank] = mine
+            self._waiting.add(group.rank)
             self._changed.notify_all()
-            self._until(group, lambda: len(call.given) == self.size)
+            try:
+                self._until(group, lambda: len(call.given) == self.size)
+            finally:
+                self._waiting.discard(group.rank)
             call.taken += 1
             if call.taken == self.size:
                 del group.shared.calls[number]
