@@ -68,7 +68,9 @@ class Session:
     case: Case
     model: nn.Module
     optimizer: tiered.AdamW
-    apart: bool = False  # one process runs a backward for each part, so that 16-bit gradients are rounded, and overflow,
+    apart: bool = (
+        False  # one process runs a backward for each part, so that 16-bit gradients are rounded, and overflow,
+    )
     # as on ranks: undivided. Their sum is a multiple of the mean, so a step is the same only where it is clipped.
 
     def parts(self, seed: int) -> list[tuple[tuple[Tensor, ...], dict[str, int]]]:

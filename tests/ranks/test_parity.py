@@ -26,7 +26,7 @@ from ranks.parity_run import PLACES, STAGES, Where, sharded
 from ranks.parity_scenarios import CHECKPOINT, SCENARIOS
 
 WORKER = Path(__file__).with_name("worker.py")
-LIMIT_S = 200
+LIMIT_S = 300
 COARSE = {"rtol": 1e-4, "atol": 2e-5}  # fp32 sums in another order, through three steps of AdamW
 Job = tuple[str, int, str]
 
@@ -94,10 +94,15 @@ def check(jobs: list[Job], ranks: int, folder: Path) -> list[list[Any]]:
         wants = {name: reference(name, ranks, folder) for name in dict.fromkeys(job[0] for job in jobs)}
         seen = running.result()
     firsts: dict[tuple[str, int], Any] = {}
+    wrong = []
     for index, job in enumerate(jobs):
         name, stage, _ = job
         at = [rank[index] for rank in seen]
-        judge(job, at, wants[name], firsts.setdefault((name, stage), at[0]))
+        try:
+            judge(job, at, wants[name], firsts.setdefault((name, stage), at[0]))
+        except AssertionError as error:
+            wrong.append(str(error))
+    assert not wrong, "\n".join(wrong)
     return seen
 
 
@@ -127,11 +132,14 @@ def places(name: str) -> list[str]:
 
 
 def spread(names: list[str]) -> list[Job]:
-    """Every scenario at every stage, in its first placement and in one of the others, which go round."""
+    """Every scenario at every stage in its first placement, and at one stage in one of the others; both go round."""
     jobs: list[Job] = []
-    for turn, (name, stage) in enumerate(itertools.product(names, STAGES)):
+    for name, stage in itertools.product(names, STAGES):
         first, *others = places(name)
-        jobs += [(name, stage, first), (name, stage, others[turn % len(others)])]
+        jobs.append((name, stage, first))
+        turn, at = divmod(NAMES.index(name), len(STAGES))
+        if stage == STAGES[at]:
+            jobs.append((name, stage, others[turn % len(others)]))
     return jobs
 
 
@@ -145,17 +153,14 @@ def sample(ranks: int) -> list[Job]:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_stage_in_every_placement_trains_what_one_rank_trains(ranks: int, tmp_path: Path) -> None:
-    check([("everything", stage, place) for stage in STAGES for place in PLACES], ranks, tmp_path)
+    """The awkward model everywhere; with more ranks than two every other scenario too, once."""
+    jobs: list[Job] = [("everything", stage, place) for stage in STAGES for place in PLACES]
+    check(jobs + (sample(ranks) if ranks > 2 else []), ranks, tmp_path)
 
 
 @pytest.mark.parametrize("half", [0, 1])
 def test_two_ranks_train_what_one_rank_trains_on_the_joined_batch(half: int, tmp_path: Path) -> None:
     check(spread(NAMES[half::2]), 2, tmp_path)
-
-
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_more_ranks_train_what_one_rank_trains_on_the_joined_batch(ranks: int, tmp_path: Path) -> None:
-    check(sample(ranks), ranks, tmp_path)
 
 
 def test_a_checkpoint_of_any_number_of_ranks_goes_on_with_any_other(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tiered.zero.group import ParamGroup
 from tiered.zero.model import ShardedModel
 
 T = TypeVar("T")
-WIDTH = 64
+WIDTH = 16  # so small that all gradients may be on their way at once
 STAGES = (1, 2, 3)
 DRIVE = {"param_tier": "nvme"}
 
@@ -54,7 +54,7 @@ class Two:
 def two() -> Iterator[Two]:
     def network() -> nn.Sequential:
         torch.manual_seed(0)
-        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
 
     with World(2).installed() as world:
         yield Two(world, [network(), network()], network())
@@ -300,21 +300,25 @@ def test_what_gather_modifies_is_given_out_when_the_stream_that_does_has_done_it
 # --- gradients ---
 
 
-def reduced(inside: ShardedModel, index: int) -> torch.Tensor:
-    """What this rank keeps of the mean gradient of a group's weight, once a step looks."""
+def reduced(inside: ShardedModel, index: int) -> list[torch.Tensor]:
+    """What this rank keeps of the mean gradient of each parameter of a group, once a step looks."""
     inside.begin_step()
     group = inside.groups[index]
-    base = group.base("grad")
-    start, stop = group.spec.owned_shard(group.spec.slots[0], inside.runtime.ranks.rank)
+    base, own = group.base("grad"), [group.spec.owned_shard(s, inside.runtime.ranks.rank) for s in group.spec.slots]
     with inside.runtime.store.pinned(group.blocks["grad"]) as memory:
-        return memory.view(group.dtype, base + start, base + stop).clone()
+        return [memory.view(group.dtype, base + start, base + stop).clone() for start, stop in own]
+
+
+def joined(shards: list[list[torch.Tensor]], position: int) -> torch.Tensor:
+    """One parameter's gradient."""
+    return torch.cat([each[position] for each in shards])
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_backward_ends_with_has_left_the_device_before_the_ranks_look_what_there_is(
     two: Two, stage: int, gate: Gate
 ) -> None:
-    def program(rank: int) -> torch.Tensor:
+    def program(rank: int) -> list[torch.Tensor]:
         with sharded(two.models[rank], device="emulated", stage=stage) as (model, _, inside):
             two.meet()
             gate.close("tiered-d2h")
@@ -324,7 +328,7 @@ def test_what_backward_ends_with_has_left_the_device_before_the_ranks_look_what_
             return reduced(inside, 0)
 
     loss_of(two.plain).backward()
-    torch.testing.assert_close(torch.cat(two.run(program)), two.plain[0].weight.grad.reshape(-1))
+    torch.testing.assert_close(joined(two.run(program), 0), two.plain[0].weight.grad.reshape(-1))
 
 
 @pytest.mark.parametrize("synced", [True, False])
@@ -338,12 +342,10 @@ def test_dropping_a_gradient_of_a_backward_that_failed_is_not_undone_by_one_on_i
     def fails(grad: torch.Tensor) -> None:
         raise ArithmeticError
 
-    def program(rank: int) -> torch.Tensor:
+    def program(rank: int) -> list[torch.Tensor]:
         with sharded(two.models[rank], device="emulated", stage=stage) as (model, _, inside):
-            optimizer, kernels = (
-                tiered.AdamW(list(model.parameters())[::-1]),
-                inside.kernels,
-            )  # drops the last one first
+            optimizer = tiered.AdamW(list(model.parameters())[::-1])  # which drops the last gradient first
+            kernels = inside.kernels
 
             def late(*given: Any) -> float:
                 gate.hold("adding")
@@ -356,20 +358,23 @@ def test_dropping_a_gradient_of_a_backward_that_failed_is_not_undone_by_one_on_i
             gate.close("adding")
             two.meet()
             with contextlib.nullcontext() if synced else tiered.no_sync(model):
-                middle = model[1](model[0](torch.ones(2, WIDTH)))
+                middle = model[0](torch.ones(2, WIDTH))
                 middle.register_hook(fails)
                 with pytest.raises(ArithmeticError):
-                    model[2](middle).square().sum().backward()
+                    model[1](middle).square().sum().backward()
                 with gate.opening_soon():
                     if how == "alone":  # what the group has of its bias stays
-                        model[2].weight.grad = None
+                        model[1].weight.grad = None
                     else:
                         optimizer.zero_grad(set_to_none=how == "none")
                     loss_of(model, 0.5).backward()
-            return reduced(inside, 2)
+            return reduced(inside, 1)
 
     loss_of(two.plain, 0.5).backward()
-    torch.testing.assert_close(torch.cat(two.run(program)), two.plain[2].weight.grad.reshape(-1))
+    got = two.run(program)
+    torch.testing.assert_close(joined(got, 0), two.plain[1].weight.grad.reshape(-1))
+    if how != "alone":
+        torch.testing.assert_close(joined(got, 1), two.plain[1].bias.grad)
 
 
 # --- the step ---
@@ -389,7 +394,7 @@ def test_what_a_step_has_updated_in_the_gathered_group_is_on_its_drive_when_the_
             with gate.opening_soon():
                 optimizer.step()
                 at_once = {name: value.clone() for name, value in model.state_dict().items()}
-            changed = any(not torch.equal(at_once[f"{i}.weight"], two.plain[i].weight) for i in range(3))
+            changed = any(not torch.equal(at_once[f"{i}.weight"], two.plain[i].weight) for i in range(2))
             return changed and all(torch.equal(at_once[name], value) for name, value in model.state_dict().items())
 
     monkeypatch.setattr(SwapSpace, "write", gate.holding("drive", SwapSpace.write))

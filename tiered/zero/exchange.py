@@ -228,10 +228,7 @@ class Exchange:
                     header, jobs, asked = self._say()
                 if not self._round(header, jobs, asked):
                     break
-                with self._changed:
-                    for job in jobs.values():
-                        job.said = False
-                    self._changed.notify_all()
+                self._over(jobs)
                 busy = jobs or asked is not None or self._served  # whoever wanted something may want more
                 idle = _IDLE_S[0] if busy else min(2 * idle, _IDLE_S[1])
         except BaseException as error:
@@ -256,8 +253,29 @@ class Exchange:
         self._carry_out(decided, jobs, asked)
         return True
 
+    def _over(self, jobs: dict[tuple[Flag, int], _Job]) -> None:
+        """A round is over. (Here, since no frame that lives on may hold a job: it would keep the model.)"""
+        with self._changed:
+            for job in jobs.values():
+                job.said = False
+            self._changed.notify_all()
+
     def _carry_out(self, decided: Conclusion, jobs: dict[tuple[Flag, int], _Job], asked: _Asked | None) -> None:
         self._served = bool(decided.gathers)
+        if decided.gathers or decided.gradients or decided.values:
+            self._move(decided, jobs)
+        if decided.granted and asked is not None:
+            self._closed |= asked.closes
+            try:
+                asked.action()
+            except TieredError as error:  # this rank's own; what a connection raises fails everything alike
+                self._asked = None
+                asked.done.finish(error)
+                raise
+            self._asked = None
+            asked.done.finish()
+
+    def _move(self, decided: Conclusion, jobs: dict[tuple[Flag, int], _Job]) -> None:
         carrier = self._carrier() if self._carrier is not None else None
         if carrier is None:
             raise RankError("the model was collected")
@@ -270,16 +288,6 @@ class Exchange:
         self._finish(Flag.GRADIENT, decided.gradients, jobs, carrier.reduce(gradients))
         values = [jobs[Flag.VALUES, group].payload for group in decided.values]
         self._finish(Flag.VALUES, decided.values, jobs, carrier.complete(values))
-        if decided.granted and asked is not None:
-            self._closed |= asked.closes
-            try:
-                asked.action()
-            except TieredError as error:  # this rank's own; what a connection raises fails everything alike
-                self._asked = None
-                asked.done.finish(error)
-                raise
-            self._asked = None
-            asked.done.finish()
 
     def _finish(
         self, flag: Flag, groups: Sequence[int], jobs: dict[tuple[Flag, int], _Job], done: Iterator[int]
@@ -343,8 +351,8 @@ class Exchange:
     def _fail(self, failure: RankError, cause: BaseException) -> None:
         with self._changed:
             if self._failure is None:
-                failure.__cause__ = cause if cause is not failure else None
-                self._failure = failure
+                failure.__cause__ = cause.with_traceback(None) if cause is not failure else None
+                self._failure = failure.with_traceback(None)  # whose frames would keep the model
             jobs, self._jobs = list(self._jobs.values()), {}
             asked, self._asked = self._asked, None
             self._changed.notify_all()

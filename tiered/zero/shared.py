@@ -102,9 +102,13 @@ class SharedGrads(GroupGrads):
 
     def abandon(self) -> None:
         """The model is closed, and the ranks are left: forget what is being reduced."""
-        with contextlib.suppress(Exception):
-            self.land()
+        if self.reduction is not None and not self._traffic.retract(self.reduction):
+            with contextlib.suppress(Exception):
+                self.land()
         self.withdraw()
+        self.arrived = [False] * len(self.arrived)
+        with contextlib.suppress(Exception):  # of a block whose drive has failed
+            self._dropped()
 
     def withdraw(self) -> None:
         """The reduction was not carried out, and will not be: what was offered has only arrived."""
