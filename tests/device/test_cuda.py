@@ -3,7 +3,7 @@
 import gc
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -333,6 +333,72 @@ def test_closing_the_device_waits_for_its_copies(gpu: fake_cuda.Runtime) -> None
     timer.start()
     device.close()
     assert copied.done()
+    timer.join()
+
+
+def gives(there: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+    """Work for the communication stream, as a collective gives it: done in the order of the stream it is called on."""
+
+    def work() -> None:
+        there.copy_(source, non_blocking=True)
+
+    return work
+
+
+def test_a_collective_waits_for_the_event_it_is_given_after(gpu: fake_cuda.Runtime) -> None:
+    device, held, there, source = cuda.CudaDevice(), Held(), torch.zeros(8), torch.zeros(8)
+    made = device.communicate(gives(there, source), cuda.CudaEvent(held.stream))  # type: ignore[arg-type]
+    assert not made.done()
+    timer = threading.Timer(0.1, lambda: (source.fill_(1), held.let_go()))  # what the collective waits for
+    timer.start()
+    made.wait()
+    assert there.eq(1).all()
+    timer.join()
+    device.close()
+
+
+def test_the_event_of_a_collective_comes_after_what_it_gave_and_compute_can_wait_for_it(gpu: fake_cuda.Runtime) -> None:
+    device, there = cuda.CudaDevice(), torch.zeros(8)
+    for value in range(1, 20):  # each after a delay of its own
+        device.order(device.communicate(gives(there, torch.full((8,), float(value))), device.fence()))
+        assert there.eq(value).all(), "the stand-in's compute stream has done its work when it has been given"
+    device.close()
+
+
+def test_collectives_are_given_by_the_thread_that_calls_and_go_beside_the_copies(
+    gpu: fake_cuda.Runtime,
+) -> None:
+    device, held = cuda.CudaDevice(), Held()
+    there, threads, current = torch.zeros(40, 8), set(), gpu.current
+
+    def give(first: int) -> None:
+        for row in range(first, 40, 4):
+            work = gives(there[row], torch.ones(8))
+            made = device.communicate(lambda work=work: (threads.add(threading.get_ident()), work())[1], device.fence())
+            made.wait()
+            assert there[row].eq(1).all()
+
+    stuck = device.copy_in(torch.zeros(8), torch.ones(8), cuda.CudaEvent(held.stream))  # type: ignore[arg-type]
+    giving = [threading.Thread(target=give, args=(first,)) for first in range(4)]
+    for thread in giving:
+        thread.start()
+    for thread in giving:
+        thread.join(60)
+    assert there.eq(1).all()
+    assert not stuck.done()
+    assert threads == {thread.ident for thread in giving}
+    assert gpu.current is current
+    held.let_go()
+    device.close()
+
+
+def test_closing_the_device_waits_for_its_collectives(gpu: fake_cuda.Runtime) -> None:
+    device, held, there = cuda.CudaDevice(), Held(), torch.zeros(8)
+    device.communicate(gives(there, torch.ones(8)), cuda.CudaEvent(held.stream))  # type: ignore[arg-type]
+    timer = threading.Timer(0.1, held.let_go)
+    timer.start()
+    device.close()
+    assert there.eq(1).all()
     timer.join()
 
 

@@ -66,7 +66,7 @@ class SharedStep(Step):
         for group in away:
             with contextlib.ExitStack() as scope:
                 for kind in self._away(group):
-                    if not group.lies_in_memory(kind):
+                    if not (kind == "param" and group.runtime.in_place and group.present):  # there it is the buffer
                         scope.enter_context(self._store.pinned(group.blocks[kind], dirty=kind == "param"))
                 yield [group]
                 self.finish()
