@@ -199,14 +199,13 @@ class Ranks:
         _reduce_single(shard, flat, group=self._group)
         return shard
 
-    def exchange_slices(
-        self, jobs: Sequence[tuple[torch.Tensor, Take]], scratch: Sequence[torch.Tensor]
-    ) -> Iterator[int]:
+    def exchange_slices(self, jobs: list[tuple[torch.Tensor, Take]], scratch: Sequence[torch.Tensor]) -> Iterator[int]:
         """Of each job, a `flat` (N x S elements, on the host), give `take` this rank's slice of every rank's, a window
         at a time; yields the place of each job that is done.
 
         scratch: two tensors of bytes: while one window is taken, the next is on its way.
         """
+        nothing: tuple[torch.Tensor, Take] = torch.empty(0), lambda start, stop, parts: None
         windows = [
             (job, start, min(start + step, numel))
             for job, (flat, _) in enumerate(jobs)
@@ -221,11 +220,12 @@ class Ranks:
             if following is not None:
                 memory = scratch[(number + 1) % 2]
                 coming.append(self._post_window(jobs[following[0]][0], *following[1:], memory))
-            for work in works:
-                work.wait()
+            while works:  # by popping: no variable keeps the last one, and the memory it views
+                works.pop(0).wait()
             jobs[job][1](start, stop, parts)
-            del parts, works
+            del parts
             if following is None or following[0] != job:
+                jobs[job] = nothing  # whoever waits for the job finds nobody else viewing its memory
                 yield job
 
     def _post_window(

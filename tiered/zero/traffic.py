@@ -145,9 +145,8 @@ class Traffic:
                 works.append(self._ranks.post(None, self._shard(index), [], wanting))
             else:
                 works.append(self._gather(gathering, wanting))
-        for position, posted in enumerate(works):
-            for work in posted:
-                work.wait()
+        for position in range(len(works)):
+            _finished(works, position)
             yield position
 
     def reduce(self, payloads: Sequence[Reduction]) -> Iterator[int]:
@@ -165,9 +164,8 @@ class Traffic:
             start, stop = spans[self._ranks.rank]
             self._meter.communicated("all_gather", group.spec.numel, memory.nbytes)
             works.append(self._ranks.post(memory.bytes, memory.bytes[start:stop], spans, range(self._ranks.size)))
-        for position, posted in enumerate(works):
-            for work in posted:
-                work.wait()
+        for position in range(len(works)):
+            _finished(works, position)
             yield position
 
     def _shard(self, index: int) -> torch.Tensor:
@@ -216,6 +214,13 @@ class Traffic:
                     )
 
         return take
+
+
+def _finished(works: list[list[Any]], position: int) -> None:
+    """Wait for one job's works, and forget them: whoever waits for the job finds nobody else viewing its memory."""
+    for work in works[position]:
+        work.wait()
+    works[position] = []
 
 
 def _spans(group: ParamGroup, ranks: int) -> list[tuple[int, int]]:
