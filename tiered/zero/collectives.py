@@ -205,7 +205,7 @@ class Ranks:
 
         scratch: two tensors of bytes: while one window is taken, the next is on its way.
         """
-        nothing: tuple[torch.Tensor, Take] = torch.empty(0), lambda start, stop, parts: None
+        nothing: tuple[torch.Tensor, Take] = torch.empty(0, device="cpu"), lambda start, stop, parts: None
         windows = [
             (job, start, min(start + step, numel))
             for job, (flat, _) in enumerate(jobs)
