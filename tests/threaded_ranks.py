@@ -6,7 +6,8 @@
 Inside `installed`, every thread but the one that installs it belongs to a rank of the world, and `Ranks`, `shard` and
 all that is above them run line by line, several ranks in one process. Invariants:
 1. What is received is there once its work has been waited for, and no sooner: until then its memory has all bits set
-   (NaN in every floating dtype). What is sent is read when it is received, unless the sender has waited before.
+   (NaN in every floating dtype). What is sent is read when it is received, unless the sender has waited before. In an
+   `eager` world it is there, and read, as soon as both sides have begun.
 2. Messages between two ranks with one tag arrive in the order in which they were sent; ranks make the calls of a group
    in one order, and a call that meets another one is an error of whoever comes second.
 3. A rank that gives its group back, or does not come within the group's time limit, ends the calls that need it, with
@@ -49,9 +50,10 @@ THREAD = "tiered-ranks"  # what the runtime calls the thread for what goes betwe
 class World:
     """See the file's contract."""
 
-    def __init__(self, size: int, *, late_s: float = 0.0, seed: int = 0) -> None:
-        """late_s: seconds at most before each call between ranks goes on, at random."""
+    def __init__(self, size: int, *, late_s: float = 0.0, eager: bool = False, seed: int = 0) -> None:
+        """late_s: seconds at most before each call between ranks goes on, at random. eager: see invariant 1."""
         self.size = size
+        self._eager = eager
         self.rounds = 0  # headers that all ranks have sent each other
         self._late_s = late_s
         self._random = random.Random(seed)
@@ -164,15 +166,20 @@ class World:
     def destroy_process_group(self, group: _Group) -> None:
         with self._changed:
             group.shared.left.add(group.rank)
-            for key in [key for key in group.shared.parcels if key[0] == group.rank]:
-                del group.shared.parcels[key]
+            for messages, end in ((group.shared.parcels, 0), (group.shared.awaited, 1)):
+                for key in [key for key in messages if key[end] == group.rank]:
+                    del messages[key]  # type: ignore[attr-defined]
             self._changed.notify_all()
 
     def isend(self, tensor: torch.Tensor, dst: int, group: _Group, tag: int) -> _Sending:
+        if dst == group.rank:
+            raise ValueError("a rank sends to itself")
         with self._changed:
             self._enter(group)
             key = group.next_key("send", group.rank, dst, tag)
             parcel = group.shared.parcels[key] = _Parcel(tensor)
+            if self._eager and key in group.shared.awaited:
+                parcel.deliver(group.shared.awaited[key])
             self._changed.notify_all()
         return _Sending(self, parcel)
 
@@ -181,19 +188,19 @@ class World:
             self._enter(group)
             with torch.no_grad():
                 tensor.fill_(_UNSENT)
-            return _Receiving(self, group, group.next_key("receive", src, group.rank, tag), tensor)
+            key = group.next_key("receive", src, group.rank, tag)
+            group.shared.awaited[key] = tensor
+            if self._eager and key in group.shared.parcels:
+                group.shared.parcels[key].deliver(tensor)
+            return _Receiving(self, group, key)
 
-    def receive(self, group: _Group, key: _Key, out: torch.Tensor) -> None:
-        """Wait for one message, and fill `out` with it."""
+    def receive(self, group: _Group, key: _Key) -> None:
+        """Wait for one message."""
         self.delay()
         with self._changed:
-            self._until(group, lambda: key in group.shared.parcels)
-            parcel = group.shared.parcels.pop(key)
-            assert parcel.data is not None
-            assert parcel.data.numel() == out.numel(), "a message of another size was expected"
-            with torch.no_grad():
-                out.copy_(parcel.data)
-            parcel.data = None
+            if key in group.shared.awaited:
+                self._until(group, lambda: key in group.shared.parcels)
+                group.shared.parcels.pop(key).deliver(group.shared.awaited.pop(key))
 
     def sent(self, parcel: _Parcel) -> None:
         """What is in `parcel` may be changed from now on."""
@@ -300,6 +307,13 @@ _Key = tuple[int, int, int, int]  # source, destination, tag, and how many befor
 class _Parcel:
     data: torch.Tensor | None  # the sender's own memory, until it waits; None once received
 
+    def deliver(self, out: torch.Tensor) -> None:
+        if self.data is not None:
+            assert self.data.numel() == out.numel(), "a message of another size was expected"
+            with torch.no_grad():
+                out.copy_(self.data)
+            self.data = None
+
 
 @dataclasses.dataclass
 class _Call:
@@ -315,6 +329,7 @@ class _Shared:
     left: set[int] = dataclasses.field(default_factory=set)
     calls: dict[tuple[str, int], _Call] = dataclasses.field(default_factory=dict)
     parcels: dict[_Key, _Parcel] = dataclasses.field(default_factory=dict)
+    awaited: dict[_Key, torch.Tensor] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -348,17 +363,16 @@ class _Sending:
         self.world.sent(self.parcel)
 
 
+@dataclasses.dataclass(eq=False)
 class _Receiving:
     """A work of torch's."""
 
-    def __init__(self, world: World, group: _Group, key: _Key, out: torch.Tensor) -> None:
-        self._world, self._group, self._key = world, group, key
-        self._out: torch.Tensor | None = out
+    world: World
+    group: _Group
+    key: _Key
 
     def wait(self) -> None:
-        out, self._out = self._out, None
-        if out is not None:
-            self._world.receive(self._group, self._key, out)
+        self.world.receive(self.group, self.key)
 
 
 class _Store:

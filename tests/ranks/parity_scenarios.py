@@ -328,7 +328,7 @@ SCENARIOS: dict[str, Callable[[Where], Observed]] = {
     "evaluated": evaluated,
     "from rank 0": from_rank_0,
     "deferred": partial(deferred, case=NET),
-    "deferred to drive": partial(deferred, case=LARGE, host_budget="8MiB"),
+    "deferred to drive": partial(deferred, case=LARGE, host_budget="9MiB"),
     "bf16": partial(low_precision, dtype=torch.bfloat16),
     "fp16": partial(low_precision, dtype=torch.float16),
     "two models": two_models,

@@ -2,7 +2,7 @@
 
 A wait is a statement that is nothing but a call of one of `VERBS`, anywhere in the package but in `BESIDE`.
 With MISSING="zero/group.py:123" in the environment, and `waits/site` on Python's path, every process imports the
-package with the statement at that line replaced by `pass`.
+package without the statement at that line.
 
 Invariant: the source on disk is never touched.
 """
@@ -84,8 +84,15 @@ class _Drop(ast.NodeTransformer):
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         if node.lineno == self.line and is_wait(node):
             self.dropped += 1
-            return ast.copy_location(ast.Pass(), node)
+            return ast.copy_location(_left(node.value), node)
         return self.generic_visit(node)
+
+
+def _left(call: ast.expr) -> ast.stmt:
+    """What stays of a wait: nothing, but that what it waits for is popped, so that a loop over it still ends."""
+    awaited = call.func.value if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else None
+    pops = isinstance(awaited, ast.Call) and isinstance(awaited.func, ast.Attribute) and awaited.func.attr == "pop"
+    return ast.Expr(awaited) if pops else ast.Pass()
 
 
 def without(file: str, line: int) -> CodeType:

@@ -96,7 +96,11 @@ FAILS: dict[tuple[str, str, int], str] = {
     ("zero/exchange.py", "settle", 0): (
         f"{EXCHANGE}::test_who_waits_for_a_job_says_so_to_the_others_and_is_counted_as_stalled"
     ),
-    ("zero/exchange.py", "together", 0): f"{EXCHANGE}::test_a_call_waits_for_the_last_rank_to_make_it",
+    ("zero/exchange.py", "_ask", 0): f"{EXCHANGE}::test_a_call_waits_for_the_last_rank_to_make_it",
+    ("zero/exchange.py", "_ask", 1): f"{EXCHANGE}::test_an_error_ends_a_wait_for_any_of_several_jobs",
+    ("zero/exchange.py", "_take_back", 0): (
+        f"{EXCHANGE}::test_a_wait_for_any_of_several_jobs_that_a_round_speaks_of_is_over_when_the_round_is"
+    ),
     ("zero/exchange.py", "wait", 0): (
         f"{EXCHANGE}::test_who_waits_for_a_job_says_so_to_the_others_and_is_counted_as_stalled"
     ),
@@ -125,6 +129,9 @@ FAILS: dict[tuple[str, str, int], str] = {
         f"{OF_RANKS}::test_what_gather_modifies_is_given_out_when_the_stream_that_does_has_done_it[3]"
     ),
     ("zero/model.py", "settle", 0): (SKIPPED),
+    ("zero/model.py", "_settle_hints", 0): (
+        f"{ORDER}::test_what_carries_something_fetched_ahead_is_waited_for_where_its_memory_is_needed"
+    ),
     ("zero/model.py", "_drop_states", 0): f"{ORDER}::test_closing_takes_back_gradients_on_their_way",
     ("zero/model.py", "_drop_states", 1): f"{CLOSED}[host-offered-2]",
     ("zero/model.py", "release", 0): f"{ORDER}::test_closing_waits_for_what_still_computes",
@@ -136,6 +143,8 @@ FAILS: dict[tuple[str, str, int], str] = {
     ),
     ("zero/shared.py", "land", 0): f"{TRAINS}[host-1]",
     ("zero/shared.py", "replace", 0): f"{DROPPED}[2-alone-False]",
+    ("zero/shared.py", "zero", 0): f"{DROPPED}[2-zero-True]",
+    ("zero/shared.py", "zero", 1): f"{DROPPED}[1-zero-False]",
     ("zero/step.py", "finish", 0): f"{TRAINS}[host-1]",
     ("zero/step.py", "finish", 1): (
         f"{OF_RANKS}::test_what_a_step_has_updated_in_the_gathered_group_is_on_its_drive_when_the_step_returns"
@@ -154,8 +163,7 @@ FAILS: dict[tuple[str, str, int], str] = {
     ("zero/traffic.py", "arrive", 1): (
         f"{TRAFFIC}::test_on_a_gpu_what_all_ranks_want_comes_by_collectives_on_a_stream_that_compute_waits_for"
     ),
-    ("zero/traffic.py", "complete", 0): f"{TRAINS}[host-1]",
-    ("zero/traffic.py", "gather", 0): f"{TRAINS}[host-3]",
+    ("zero/traffic.py", "_finished", 0): f"{TRAINS}[host-3]",
     ("zero/traffic.py", "settle", 0): f"{OF_RANKS}::test_a_wait_for_other_ranks_is_counted_as_stalled",
 }
 

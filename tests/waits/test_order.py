@@ -172,6 +172,20 @@ def test_what_has_arrived_gives_back_what_carried_it_without_being_used(gate: Ga
         assert inside.runtime.store.staged == 0
 
 
+def test_what_carries_something_fetched_ahead_is_waited_for_where_its_memory_is_needed(
+    gate: Gate, slow_drive: Gate, tmp_path: Path
+) -> None:
+    with sharded(nvme=tmp_path, param_tier="nvme", optimizer_tier="nvme") as (_, _, inside):
+        group, store = inside.groups[1], inside.runtime.store
+        gate.close("drive")
+        group.begin_fetch()
+        inside.executor.expect(group)
+        room = store.host.limit - store.host.used
+        with gate.opening_soon():
+            store.unstage(store.staging(room + 1, "all that is free, and a little more"))
+        assert store.staged == 0
+
+
 @pytest.mark.parametrize("verb", ["drop", "refresh"])
 def test_letting_go_of_what_is_on_its_way_leaks_nothing(
     verb: str, gate: Gate, slow_drive: Gate, tmp_path: Path

@@ -13,7 +13,7 @@ from tiered.zero.agreement import COMPUTING_FACTOR, Call, Conclusion, Flag, Head
 TIMEOUT_S = 30.0
 LATE_S = TIMEOUT_S + 1
 IDLE = Header(Call.NONE, 0, False, False, 0.0, 0.0, "forward 3", b"\0\0\0")
-NOTHING = Conclusion((), (), (), False, None)
+NOTHING = Conclusion((), (), (), False, False, None)
 
 
 def header(*flags: tuple[int, Flag], **said: Any) -> Header:
@@ -33,7 +33,7 @@ def want(*groups: int, **said: Any) -> Header:
 
 
 def step(**said: Any) -> Header:
-    return header(call=Call.STEP, waited_s=0.1, **said)
+    return header(**{"call": Call.STEP, "waited_s": 0.1, **said})
 
 
 # --- what is done ---
@@ -71,7 +71,7 @@ def test_values_are_exchanged_while_ranks_are_closed() -> None:
 def test_one_kind_of_a_group_says_nothing_of_another() -> None:
     assert concluded(header((0, Flag.GRADIENT)), header((0, Flag.VALUES))) == NOTHING
     everything = header((0, Flag.GRADIENT), (0, Flag.VALUES), (0, Flag.WANT))
-    assert concluded(everything, everything) == Conclusion(((0, (0, 1)),), (0,), (0,), False, None)
+    assert concluded(everything, everything) == Conclusion(((0, (0, 1)),), (0,), (0,), False, False, None)
 
 
 def test_a_call_is_granted_once_all_have_made_it() -> None:
@@ -88,6 +88,18 @@ def test_different_calls_are_a_disagreement_at_once(other: dict[str, Any]) -> No
     assert found.disagreement.startswith("the ranks wait for different things: rank 0: waits 0 s in forward 3; rank 1:")
     assert "rank 1: waits 0 s in reading 'weight'; rank 2:" in found.disagreement
     assert concluded(step(), differing, IDLE) == NOTHING, "the third may still make either call"
+
+
+def test_who_waits_for_memory_that_gradients_hold_is_refused_once_nobody_else_can_move() -> None:
+    short = step(call=Call.ROOM)
+    refused = dataclasses.replace(NOTHING, refused=True)
+    assert concluded(short, step(), short) == refused
+    assert concluded(short, short) == refused
+    assert concluded(short, IDLE) == NOTHING, "the other may still offer what the first waits for"
+    offering = header((0, Flag.GRADIENT), call=Call.ROOM)
+    assert concluded(offering, offering) == dataclasses.replace(NOTHING, gradients=(0,)), "there is memory after it"
+    wanting = header((1, Flag.WANT), call=Call.ROOM)
+    assert concluded(wanting, step()) == dataclasses.replace(NOTHING, gathers=((1, (0,)),))
 
 
 # --- who is waited for too long ---
@@ -107,6 +119,11 @@ def test_a_rank_that_is_waited_for_and_makes_no_call_is_named() -> None:
     assert found is not None
     assert found.startswith("ranks have waited 31 s for rank 1, which made no call (rank_timeout_s=30): rank 0: waits")
     assert "; rank 1: 31 s ago it was in forward 9; rank 2: waits 31 s in" in found
+
+
+def test_a_rank_that_waits_itself_is_not_overdue_however_long_it_has_made_no_call() -> None:
+    waiting = dataclasses.replace(step(), waited_s=LATE_S, quiet_s=LATE_S)
+    assert concluded(waiting, header(quiet_s=1.0)) == NOTHING
 
 
 def test_a_rank_that_makes_calls_is_not_overdue_however_long_others_wait() -> None:

@@ -282,6 +282,67 @@ def test_a_call_waits_for_the_last_rank_to_make_it() -> None:
         assert sorted(acted) == [0, 1]
 
 
+def test_a_wait_for_any_of_several_jobs_ends_with_the_first_and_says_no_more_then() -> None:
+    with sides(2) as made:
+        first, second = made
+        jobs = [first.offer(0), first.offer(1)]
+        outcome: list[bool] = []
+        waiting = threading.Thread(target=lambda: outcome.append(first.exchange.any_of(jobs, "room")), daemon=True)
+        waiting.start()
+        waits(second.offer(1))
+        waiting.join(LIMIT_S)
+        assert outcome == [True]
+        assert [job.done() for job in jobs] == [False, True]
+        made.run(lambda side: side.together(Call.STEP))  # which no other call is in the way of
+
+
+def test_a_wait_for_jobs_that_no_rank_can_do_any_more_is_refused_and_leaves_calls_as_they_are() -> None:
+    with sides(3) as made:
+        before, after = [0] * 3, [0] * 3
+
+        def program(side: Side) -> bool:
+            rank = side.ranks.rank
+            if rank == 2:  # has nothing to offer
+                side.together(Call.BACKWARD, lambda: before.__setitem__(rank, 1))
+                return False
+            job = side.offer(rank)  # which nobody else does
+            found = side.exchange.any_of([job], "room")
+            side.together(Call.BACKWARD, lambda: after.__setitem__(rank, 1))
+            return found
+
+        assert made.run(program) == [False] * 3
+        assert before == [0, 0, 1] and after == [1, 1, 0]
+
+
+def test_a_wait_for_any_of_several_jobs_that_a_round_speaks_of_is_over_when_the_round_is() -> None:
+    with sides(2) as made:
+        side, job, outcome = made[0], Completion(), []
+        held = Held(side, lambda header: header.call is Call.ROOM)
+
+        def wait() -> None:
+            outcome.append((side.exchange.any_of([job], "room"), held.gone.is_set()))
+
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        held.await_it()
+        with held.letting_go_soon():
+            job.finish()
+            waiting.join(LIMIT_S)
+        assert outcome == [(True, True)]
+
+
+def test_an_error_ends_a_wait_for_any_of_several_jobs() -> None:
+    with sides(2) as made:
+
+        def program(side: Side) -> None:
+            if side.ranks.rank:
+                side.exchange.stop()
+            side.exchange.any_of([side.offer(0)], "room")
+
+        for message in made.refused(program):
+            assert "has left the run" in message
+
+
 def test_what_is_offered_before_a_call_is_done_before_its_action() -> None:
     with sides(2) as made:
 
@@ -555,6 +616,14 @@ def test_a_rank_that_leaves_ends_the_rounds_and_the_others_say_who() -> None:
             assert side.refuses().startswith("rank 1 has left the run: rank 0: ")
 
 
+def test_a_rank_that_is_about_to_leave_takes_no_more_calls() -> None:
+    with sides(2) as made:
+        made.world.stop(1)
+        made[0].exchange._stop_soon()  # and cannot leave yet
+        assert made[0].refuses().startswith("rank 0 has left the run: its model is closed, or its program ends")
+        made.world.go_on(1)
+
+
 def test_who_waits_when_a_rank_leaves_is_told() -> None:
     with sides(2) as made:
         jobs = [made[0].offer(0), made[0].exchange.want(1, "wanted", Completion())]
@@ -586,6 +655,11 @@ def test_an_owner_that_is_collected_ends_its_thread_and_the_others_are_told() ->
         first.ended()
         with pytest.raises(tiered.RankError, match="rank 0 has left the run"):
             second.together(Call.STEP)
+        left = weakref.ref(first.exchange)
+        del first.exchange
+        gc.collect()
+        assert left() is None, "it is kept for the end of the program"
+        first.exchange = second.exchange  # which is stopped at the end
 
 
 def test_after_the_end_nothing_is_kept_of_jobs_or_of_the_exchange() -> None:

@@ -78,9 +78,9 @@ def close_to(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> Non
 
 
 @contextlib.contextmanager
-def ranks(size: int, late_s: float = LATE_S) -> Iterator[tuple[World, list[nn.Sequential]]]:
+def ranks(size: int, late_s: float = LATE_S, **how: Any) -> Iterator[tuple[World, list[nn.Sequential]]]:
     """A world, and the same model for each of its ranks."""
-    with World(size, late_s=late_s).installed() as world:
+    with World(size, late_s=late_s, **how).installed() as world:
         yield world, [network() for _ in range(size)]
     assert ranks_threads() == []
 
@@ -135,10 +135,33 @@ def test_ranks_read_groups_in_orders_of_their_own() -> None:
         assert world.run(program) == [True, True]
 
 
+@pytest.mark.parametrize("synced", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_of_several_backwards_add_up(stage: int, synced: bool) -> None:
+    def program(rank: int, model: nn.Module, ranks: int) -> dict[str, torch.Tensor]:
+        with sharded(model, device="cpu", stage=stage) as (_, optimizer, _):
+            for batch in batches(4, 2 * 2).chunk(ranks, 1)[rank].split(2):
+                with tiered.no_sync(model) if not synced else contextlib.nullcontext():
+                    model(batch[0]).square().mean().backward()
+                model(batch[1]).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return {name: value.clone() for name, value in model.state_dict().items()}
+
+    with ranks(2) as (world, models):
+        results = world.run(lambda rank: program(rank, models[rank], 2))
+    for result in results:
+        close_to(result, program(0, network(), 1))
+
+
+@pytest.mark.parametrize("window", [1 << 20, 256])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_mean_is_summed_in_the_order_of_ranks_and_rounded_once(stage: int, dtype: torch.dtype) -> None:
-    """On every stage to the same bits, though in another order they would be others."""
+def test_a_mean_is_summed_in_the_order_of_ranks_and_rounded_once(
+    stage: int, dtype: torch.dtype, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every stage to the same bits, though in another order they would be others; a window at a time."""
+    monkeypatch.setattr(traffic_module, "_WINDOW", window)
     given = [torch.tensor(3e6), torch.tensor(0.3), torch.tensor(-3e6)]
     gradients = [torch.rand(WIDTH, WIDTH, generator=torch.Generator().manual_seed(n)) * x for n, x in enumerate(given)]
     gradients = [each.to(dtype) for each in gradients]
@@ -147,7 +170,7 @@ def test_a_mean_is_summed_in_the_order_of_ranks_and_rounded_once(stage: int, dty
     kernels.average(other, [gradients[n].reshape(-1) for n in (2, 0, 1)], 3, add=False)
     assert dtype != torch.float32 or not torch.equal(want, other)
 
-    with ranks(3) as (world, _):
+    with ranks(3, eager=window < WIDTH**2) as (world, _):  # the next window comes while one is summed
 
         def program(rank: int) -> bool:
             model = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -273,7 +296,7 @@ def test_scratch_is_charged_to_the_host_and_given_back_at_the_end() -> None:
     store = TieredStore(host, None, Meter())
     exchange = Exchange(Alone(3), Meter(), 1, 1.0)  # type: ignore[arg-type]
     between = Traffic(exchange, None, store, Meter(), lambda *_: 0.0, 5000)  # type: ignore[arg-type]
-    assert host.used == scratch_bytes(3, 5000) == 2 * 2 * traffic_module._WINDOW + 8192
+    assert host.used == scratch_bytes(3, 5000) == (2 * 2 + 1) * traffic_module._WINDOW + 8192
     for _ in range(2):
         between.close()
         assert host.used == 0

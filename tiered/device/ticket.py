@@ -77,6 +77,14 @@ class Finished:
         fn()
 
 
+def first(*tickets: Ticket) -> Event:
+    """An event that is done as soon as one of `tickets` is, whether it succeeded or failed; it never fails."""
+    reached = Completion()
+    for ticket in tickets:
+        ticket.add_done_callback(lambda: None if reached.done() else reached.finish())
+    return reached
+
+
 def settled(event: Event) -> None:
     """Wait until `event` is done, whether it succeeded or failed. An interrupt (Ctrl-C) passes, and it is not done."""
     with contextlib.suppress(Exception):

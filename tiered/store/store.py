@@ -59,7 +59,8 @@ class TieredStore:
         self._blocks: dict[BlockKey, Block] = {}
         self._lent: set[BlockKey] = set()  # blocks whose memory is the caller's charge
         self._failing = threading.Lock()
-        self.on_pressure: Callable[[], None] | None = None  # asked to give back staging that only carries hints
+        self.on_pressure: Callable[[], object] = lambda: None  # asked to give back staging that only carries hints
+        self.on_shortage: Callable[[], bool] = lambda: False  # asked, again and again, to wait for memory to come back
 
     # --- blocks ---
 
@@ -273,10 +274,12 @@ class TieredStore:
 
     def _take(self, nbytes: int, what: str, *, zeros: bool = False) -> Memory:
         """Charged and committed memory, after making room for it."""
-        if not self._arena.reclaim(nbytes) and self.on_pressure is not None:
-            self.on_pressure()
         if not self._arena.reclaim(nbytes):
+            self.on_pressure()
+        while not self._arena.reclaim(nbytes):
             self._evict(page_ceil(nbytes) - self.host.free)
+            if self._arena.reclaim(nbytes) or not self.on_shortage():
+                break
         return self._arena.take(nbytes, what, zeros=zeros)
 
     def _fetch(self, block: Block, fresh: bool) -> None:

@@ -6,6 +6,8 @@ In each round every rank sends one header to all, and each draws the same conclu
     ready      a rank has a gradient, or new values       done once every rank is ready with that group
     call       a rank's user has called something that
                all ranks do together                      done once every rank has made the same call
+    room       a rank's user waits for memory that an
+               offered gradient holds                     refused once every rank's user waits and nothing moves
     closed     a rank is changing its shards (a step)     its shards are not given out meanwhile
 
 Invariant: `conclude` depends on the headers alone, so no rank can conclude anything else than the others.
@@ -36,6 +38,7 @@ class Call(enum.IntEnum):
     AVERAGE = 6
     CLOSE = 7
     LEAVE = 8
+    ROOM = 9  # not together with anybody: see the file's contract
 
 
 class Flag(enum.IntFlag):
@@ -73,6 +76,7 @@ class Conclusion:
     gradients: tuple[int, ...]  # groups to reduce
     values: tuple[int, ...]  # groups whose new values are exchanged
     granted: bool  # the call that every rank has made
+    refused: bool  # no gradient will give its memory back: every rank waits for another one
     disagreement: str | None  # why there is no further round
 
 
@@ -111,15 +115,17 @@ def conclude(headers: Sequence[Header], timeout_s: float) -> Conclusion:
     values = tuple(g for g in groups if all(with_flag[Flag.VALUES][g]))
     calls = {(h.call, h.detail) for h in headers}
     all_call = all(h.call is not Call.NONE for h in headers)
-    granted = all_call and len(calls) == 1
+    short = any(h.call is Call.ROOM for h in headers)
+    refused = all_call and short and not (gathers or gradients or values)
+    granted = all_call and not short and len(calls) == 1
     disagreement = None
-    if all_call and not granted:
+    if all_call and not granted and not short:
         disagreement = "the ranks wait for different things"
-    elif not (granted or gathers or gradients or values):
+    elif not (granted or refused or gathers or gradients or values):
         disagreement = _overdue(headers, timeout_s)
     if disagreement is not None:
         disagreement = f"{disagreement}: {describe(headers)}. Every rank must make the same calls in the same order"
-    return Conclusion(gathers, gradients, values, granted, disagreement)
+    return Conclusion(gathers, gradients, values, granted, refused, disagreement)
 
 
 def describe(headers: Sequence[Header]) -> str:

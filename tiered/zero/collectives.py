@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,16 @@ _reduce_single: Any = getattr(dist, "reduce_scatter_single", None) or getattr(di
 T = TypeVar("T")
 Take = Callable[[int, int, Sequence[torch.Tensor]], None]
 """Called with `start`, `stop` and every rank's elements [start, stop) of one slice, in order of ranks."""
+
+
+class Slicing(NamedTuple):
+    """What `exchange_slices` does with one tensor."""
+
+    flat: torch.Tensor | None  # N x `numel` elements of `dtype`, on the host; None for zeros
+    numel: int  # of this rank's slice of it
+    dtype: torch.dtype
+    take: Take
+
 
 _meetings = itertools.count()  # of this process: the same on every rank, since all of them meet, or none
 
@@ -199,50 +209,57 @@ class Ranks:
         _reduce_single(shard, flat, group=self._group)
         return shard
 
-    def exchange_slices(self, jobs: list[tuple[torch.Tensor, Take]], scratch: Sequence[torch.Tensor]) -> Iterator[int]:
-        """Of each job, a `flat` (N x S elements, on the host), give `take` this rank's slice of every rank's, a window
-        at a time; yields the place of each job that is done.
+    def exchange_slices(
+        self, jobs: list[Slicing], scratch: Sequence[torch.Tensor], zeros: torch.Tensor
+    ) -> Iterator[int]:
+        """Give the `take` of each job this rank's slice of every rank's `flat`, a window at a time; yields the place of
+        each job that is done.
 
-        scratch: two tensors of bytes: while one window is taken, the next is on its way.
+        scratch: two tensors of bytes: while one window is taken, the next is on its way. zeros: bytes of a window.
         """
-        nothing: tuple[torch.Tensor, Take] = torch.empty(0, device="cpu"), lambda start, stop, parts: None
+        nothing = Slicing(None, 0, torch.uint8, lambda start, stop, parts: None)
         windows = [
             (job, start, min(start + step, numel))
-            for job, (flat, _) in enumerate(jobs)
-            for numel in [flat.numel() // self.size]
-            for step in [scratch[0].numel() // max(self.size - 1, 1) // flat.element_size()]
+            for job, (_, numel, dtype, _) in enumerate(jobs)
+            for step in [zeros.numel() // dtype.itemsize]
             for start in range(0, numel, step)
         ]
-        coming = [self._post_window(jobs[windows[0][0]][0], *windows[0][1:], scratch[0])] if windows else []
+
+        def post(number: int) -> tuple[list[Any], list[torch.Tensor]]:
+            job, start, stop = windows[number]
+            return self._post_window(jobs[job], start, stop, scratch[number % 2], zeros)
+
+        coming = [post(0)] if windows else []
         for number, (job, start, stop) in enumerate(windows):
             works, parts = coming.pop()
             following = windows[number + 1] if number + 1 < len(windows) else None
             if following is not None:
-                memory = scratch[(number + 1) % 2]
-                coming.append(self._post_window(jobs[following[0]][0], *following[1:], memory))
+                coming.append(post(number + 1))
             while works:  # by popping: no variable keeps the last one, and the memory it views
                 works.pop(0).wait()
-            jobs[job][1](start, stop, parts)
+            jobs[job].take(start, stop, parts)
             del parts
             if following is None or following[0] != job:
                 jobs[job] = nothing  # whoever waits for the job finds nobody else viewing its memory
                 yield job
 
     def _post_window(
-        self, flat: torch.Tensor, start: int, stop: int, memory: torch.Tensor
+        self, job: Slicing, start: int, stop: int, memory: torch.Tensor, zeros: torch.Tensor
     ) -> tuple[list[Any], list[torch.Tensor]]:
         """Begin to exchange elements [start, stop) of every slice; returns what to wait for, and where they come."""
-        slices, room = flat.chunk(self.size), memory.view(flat.dtype)
+        room, nothing = memory.view(job.dtype), zeros.view(job.dtype)[: stop - start]
         works: list[Any] = []
         parts: list[torch.Tensor] = []
-        for rank, theirs in enumerate(slices):
+        for rank in range(self.size):
+            base = rank * job.numel
+            theirs = nothing if job.flat is None else job.flat[base + start : base + stop]
             if rank == self.rank:
-                parts.append(theirs[start:stop])
+                parts.append(theirs)
                 continue
             part = room[len(parts) * (stop - start) if rank < self.rank else (len(parts) - 1) * (stop - start) :]
             parts.append(part[: stop - start])
             works += self._receive(parts[-1].view(torch.uint8), rank)
-            works += self._send(theirs[start:stop].view(torch.uint8), rank)
+            works += self._send(theirs.view(torch.uint8), rank)
         return works, parts
 
     def broadcast(self, tensor: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
-from tiered.device.ticket import Completion, Event, Finished, Ticket, settled
+from tiered.device.ticket import Completion, Event, Finished, Ticket, first, settled
 from tiered.errors import RankError, TieredError
 from tiered.stats import Meter
 from tiered.zero.agreement import Call, Conclusion, Flag, Header, conclude, decode, describe, encode
@@ -75,8 +75,14 @@ class _Asked:
     call: Call
     detail: int
     action: Callable[[], None]
-    closes: bool
+    closes: bool = False
+    unless: Sequence[Ticket] = ()  # it is no more asked for once one of these is done
+    said: bool = False  # to the other ranks, in the round that is going on
     done: Completion = dataclasses.field(default_factory=Completion)
+
+    @property
+    def speaks(self) -> bool:
+        return not any(ticket.done() for ticket in self.unless)
 
 
 class Exchange:
@@ -128,19 +134,40 @@ class Exchange:
         what `action` raises.
         """
         results: list[T] = []
-        asked = _Asked(call, detail, lambda: results.append(action()), closes)
-        with self.within(doing), self._changed:
-            self.check()
-            self._asked = asked
-            self._changed.notify_all()
+        self._ask(_Asked(call, detail, lambda: results.append(action()), closes), doing)
+        return results[0]
+
+    def any_of(self, jobs: Sequence[Ticket], doing: str) -> bool:
+        """Wait until one of `jobs` is done; False where every rank's user waits for others, so that none will be."""
+        asked = _Asked(Call.ROOM, 0, lambda: None, unless=jobs)
+        self._ask(asked, doing)
+        return not asked.speaks
+
+    def _ask(self, asked: _Asked, doing: str) -> None:
+        """Wait until what is asked for is granted, or is no more asked for."""
         with self.within(doing):
+            with self._changed:
+                self.check()
+                self._asked = asked
+                self._changed.notify_all()
             try:
-                self.wait(asked.done, "ranks")
+                self.wait(first(asked.done, *asked.unless) if asked.unless else asked.done, "ranks")
+                if asked.unless:
+                    self._take_back(asked)
+                if asked.done.done():
+                    asked.done.wait()
             except BaseException as error:
                 if not asked.done.done():  # Ctrl-C: the others would wait for an answer that this rank cannot give
                     self._fail(RankError(f"rank {self.ranks.rank} was interrupted in {doing}"), error)
                 raise
-        return results[0]
+
+    def _take_back(self, asked: _Asked) -> None:
+        """It is no more asked for, unless it has been answered."""
+        with self._changed:
+            while asked.said and self._failure is None:
+                self._changed.wait()
+            if self._asked is asked:
+                self._asked = None
 
     def retract(self, flag: Flag, group: int) -> bool:
         """Take back what was offered, if it has not begun: True where it never will."""
@@ -181,6 +208,11 @@ class Exchange:
     def idle(self, doing: str) -> None:
         """The user's thread has left `doing`."""
         self._state.idle(doing)
+
+    @property
+    def aboard(self) -> bool:
+        """Whoever asks is the communication thread: in the action of a call, or about to give out a shard."""
+        return threading.current_thread() is self._thread
 
     @property
     def failure(self) -> RankError | None:
@@ -228,7 +260,7 @@ class Exchange:
                     header, jobs, asked = self._say()
                 if not self._round(header, jobs, asked):
                     break
-                self._over(jobs)
+                self._over(jobs, asked)
                 busy = jobs or asked is not None or self._served  # whoever wanted something may want more
                 idle = _IDLE_S[0] if busy else min(2 * idle, _IDLE_S[1])
         except BaseException as error:
@@ -253,18 +285,21 @@ class Exchange:
         self._carry_out(decided, jobs, asked)
         return True
 
-    def _over(self, jobs: dict[tuple[Flag, int], _Job]) -> None:
+    def _over(self, jobs: dict[tuple[Flag, int], _Job], asked: _Asked | None) -> None:
         """A round is over. (Here, since no frame that lives on may hold a job: it would keep the model.)"""
         with self._changed:
             for job in jobs.values():
                 job.said = False
+            if asked is not None:
+                asked.said = False
             self._changed.notify_all()
 
     def _carry_out(self, decided: Conclusion, jobs: dict[tuple[Flag, int], _Job], asked: _Asked | None) -> None:
         self._served = bool(decided.gathers)
         if decided.gathers or decided.gradients or decided.values:
             self._move(decided, jobs)
-        if decided.granted and asked is not None:
+        refused = decided.refused and asked is not None and asked.call is Call.ROOM
+        if asked is not None and (decided.granted or refused):
             self._closed |= asked.closes
             try:
                 asked.action()
@@ -305,7 +340,9 @@ class Exchange:
         for (flag, group), job in jobs.items():
             flags[group] |= flag
             job.said = True
-        asked = self._asked
+        asked = self._asked if self._asked is not None and self._asked.speaks else None
+        if asked is not None:
+            asked.said = True
         leaving = self._stopping or self._failure is not None
         call = Call.LEAVE if leaving else asked.call if asked is not None else Call.NONE
         doing, computing, waited, quiet = self._state.seen()
@@ -316,7 +353,8 @@ class Exchange:
     def _speaks(self) -> bool:
         if self._stopping or self._failure is not None:
             return True
-        return self._asked is not None or any(job.speaks for job in self._jobs.values())
+        asks = self._asked is not None and self._asked.speaks
+        return asks or any(job.speaks for job in self._jobs.values())
 
     def _named(self, error: BaseException) -> RankError:
         """What has failed, as an error that says who was doing what."""
@@ -365,6 +403,7 @@ class Exchange:
         self._fail(RankError(f"rank {self.ranks.rank} has left the run"), RankError())
         with contextlib.suppress(Exception):
             self.ranks.close()
+        atexit.unregister(self._at_exit)  # which would keep it
 
 
 class _Doing:

@@ -142,7 +142,7 @@ class GuardedParameter(nn.Parameter):
     grad = PresentParameter.grad
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes a keyword of its own printing code
-        return repr(nn.Parameter(home_of(self).exported(), self.requires_grad))
+        return repr(nn.Parameter(self.clone().detach(), self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copy = nn.Parameter(home_of(self).exported(), self.requires_grad)

@@ -80,11 +80,19 @@ class ShardedModel:
         self._settlements: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.room = DeviceRoom(runtime.device, runtime.budget, placement.window, given=config.device_budget is not None)
         if runtime.traffic is not None:
-            self.reducer = Reducer(runtime.traffic.exchange, self.departures, module, runtime.stage)
+            self.reducer = Reducer(
+                runtime.traffic.exchange, self.departures, module, runtime.stage, runtime.store, self.reserve
+            )
+            runtime.store.on_shortage = self.reducer.relieve
         self.executor = Executor(groups, self.room, runtime.meter, stale=not runtime.in_place)
-        runtime.store.on_pressure = self.executor.settle
+        runtime.store.on_pressure = self._settle_hints
         for group in groups:
             group.executor = self.executor
+
+    def _settle_hints(self) -> None:
+        traffic = self.runtime.traffic
+        if traffic is None or not traffic.exchange.aboard:  # there nobody can be waited for
+            self.executor.settle()
 
     # --- states ---
 

@@ -25,7 +25,6 @@ from tiered.zero.traffic import scratch_bytes
 
 CHUNK_ALIGN = 1 << 19  # elements: 1 MiB of a 16-bit kind, so that a chunk is whole pieces of every kind
 PIPELINE_SLOTS = 3
-_REDUCING = 2  # times the largest group's whole gradient: added up, or being reduced, at once
 _DEPARTING = 2  # times the largest group's gradient: what may be on its way from the device at once
 _SOFT_RESERVE = 96 << 20  # what a step's staging should have where the budget can spare it
 
@@ -88,7 +87,7 @@ def place_groups(
         spare = sum(page_ceil(g.gathered) for g in groups) if limit is None else limit
     else:
         spare = 0 if limit is None else max(0, limit - _window(groups, paths))
-    homes = _place_fastest(groups, config, spare, host_limit, in_place=True, ranks=ranks)
+    homes = _place_fastest(groups, paths, config, spare, host_limit, in_place=True, ranks=ranks)
     moving = [g for g in groups if homes[g.index, "param"] is Tier.NVME]
     window = _window(moving, paths)
     stays = sum(page_ceil(g.gathered) for g in groups if homes[g.index, "param"] is Tier.DEVICE)
@@ -97,7 +96,7 @@ def place_groups(
     if stays + window > limit:
         raise ConfigError(_window_error(moving, limit, window))
     sticky = frozenset(g.index for g in groups if homes[g.index, "param"] is Tier.DEVICE)
-    return Placement(homes, sticky, limit, _reserve(groups, drives=True, in_place=True, ranks=ranks), window, 0)
+    return Placement(homes, sticky, limit, _reserve(groups, paths, drives=True, in_place=True, ranks=ranks), window, 0)
 
 
 def _place_beside(
@@ -121,10 +120,10 @@ def _place_beside(
             f"{need} ({format_size(need)}), or use optimizer_tier='auto'"
         )
     sticky, limit = _sticky(others, paths, config, None if limit is None else limit - there, there)
-    homes = _place_fastest(others, config, 0, host_limit, in_place=False, ranks=ranks)
+    homes = _place_fastest(others, paths, config, 0, host_limit, in_place=False, ranks=ranks)
     homes |= {(g.index, kind): Tier.DEVICE for g in resident for kind in g.shard}
     grad = max((page_ceil(g.trained["grad"]) for g in others), default=0)
-    reserve = _reserve(others, drives=True, in_place=False, ranks=ranks)
+    reserve = _reserve(others, paths, drives=True, in_place=False, ranks=ranks)
     filling = min(WINDOW_BYTES, max((page_ceil(n) for g in resident for n in g.shard.values()), default=0))
     if filling > host_limit:
         raise ConfigError(
@@ -146,8 +145,12 @@ def _resident(groups: Sequence[GroupSizes], config: Config) -> list[GroupSizes]:
 
 
 def _window(groups: Sequence[GroupSizes], paths: Sequence[Sequence[int]]) -> int:
-    size = {g.index: page_ceil(g.gathered) for g in groups}
-    return max((sum(size.get(i, 0) for i in set(path)) for path in paths), default=0)
+    return _deepest({g.index: page_ceil(g.gathered) for g in groups}, paths)
+
+
+def _deepest(sizes: dict[int, int], paths: Sequence[Sequence[int]]) -> int:
+    """The most that the groups of one path take together."""
+    return max((sum(sizes.get(i, 0) for i in set(path)) for path in paths), default=0)
 
 
 def _window_error(groups: Sequence[GroupSizes], limit: int, window: int) -> str:
@@ -182,7 +185,14 @@ def _sticky(
 
 
 def _place_fastest(
-    groups: Sequence[GroupSizes], config: Config, spare: int, host_limit: int, *, in_place: bool, ranks: int
+    groups: Sequence[GroupSizes],
+    paths: Sequence[Sequence[int]],
+    config: Config,
+    spare: int,
+    host_limit: int,
+    *,
+    in_place: bool,
+    ranks: int,
 ) -> dict[tuple[int, str], Tier]:
     """First without any drive, which needs the least staging; then with drives."""
     lone: dict[str, tuple[Tier, ...]] = {
@@ -195,7 +205,7 @@ def _place_fastest(
         "state": (Tier.HOST,) if config.optimizer_tier != "nvme" else (),
         "grad": (Tier.HOST,),
     }
-    reserve = _reserve(groups, drives=False, in_place=in_place, ranks=ranks)
+    reserve = _reserve(groups, paths, drives=False, in_place=in_place, ranks=ranks)
     if all(lone.values()):
         try:
             return place(_demands(groups, lone), {Tier.DEVICE: spare, Tier.HOST: host_limit - reserve})
@@ -205,7 +215,7 @@ def _place_fastest(
     for kind, fixed in (("param", config.param_tier), ("state", config.optimizer_tier), ("grad", "auto")):
         if fixed in ("auto", "nvme") or (fixed == "device" and not in_place):
             lone[kind] = (*lone[kind], Tier.NVME)
-    reserve = _reserve(groups, drives=True, in_place=in_place, ranks=ranks)
+    reserve = _reserve(groups, paths, drives=True, in_place=in_place, ranks=ranks)
     bound = sum(d.nbytes for d in _demands(groups, lone) if d.tiers == (Tier.HOST,))
     if reserve + bound > host_limit:
         raise ConfigError(
@@ -245,14 +255,17 @@ def serving_bytes(groups: Sequence[GroupSizes]) -> int:
     return max((page_ceil(g.shard["param"]) for g in groups if "param" not in g.whole), default=0)
 
 
-def _reserve(groups: Sequence[GroupSizes], *, drives: bool, in_place: bool, ranks: int) -> int:
+def _reserve(
+    groups: Sequence[GroupSizes], paths: Sequence[Sequence[int]], *, drives: bool, in_place: bool, ranks: int
+) -> int:
     param = max((page_ceil(g.shard["param"]) for g in groups), default=0)
     grad = max((page_ceil(g.trained["grad"]) for g in groups), default=0)
     window = min(WINDOW_BYTES, max((page_ceil(n) for g in groups for n in g.trained.values()), default=0))
     leaving = 0 if in_place else (_DEPARTING + 1) * max(grad, param)
     between = scratch_bytes(ranks, 0)
-    if ranks > 1:
-        between += _REDUCING * max((page_ceil(g.gradient) for g in groups if "grad" not in g.whole), default=0)
+    if ranks > 1:  # what modules inside of each other have added up, and one more that is being reduced
+        gradients = {g.index: page_ceil(g.gradient) for g in groups if "grad" not in g.whole}
+        between += _deepest(gradients, paths) + max(gradients.values(), default=0)
     if not drives:
         return window + leaving + between
     between += serving_bytes(groups) if ranks > 1 else 0

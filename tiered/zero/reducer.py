@@ -5,39 +5,52 @@
     step        (stage 1, and after no_sync) likewise, so that there is one reduction for all backwards of a step
 
 What is expected of a group is what it had the last time ranks found out; at first, all that requires a gradient. In
-stage 1 groups are offered in the last backward of a step, once the number of backwards a step is learnt.
+stage 1 groups are offered in the last backward of a step, once the number of backwards a step is learnt, where there
+is memory to undo that.
 
 Invariants:
 1. The number of backwards since the last step, and of those that failed half way, is compared whenever ranks meet.
 2. Buffers that changed on any rank have rank 0's values after each meeting, so the next forward begins with them on
    every rank.
+3. Whether and when a group is offered early shows in no bit. (But for a backward tried again after it failed.)
 Leaves to whom: what a reduction is, `zero.shared` and `zero.traffic`.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from tiered.store.store import TieredStore
 from tiered.zero.agreement import Call, Flag
 from tiered.zero.buffers import SharedBuffers
 from tiered.zero.departures import Departures
 from tiered.zero.exchange import Exchange
 from tiered.zero.shared import SharedGrads
 
-T = TypeVar("T")
-
 
 class Reducer:
     """See the file's contract."""
 
-    def __init__(self, exchange: Exchange, departures: Departures, module: nn.Module, stage: int) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        departures: Departures,
+        module: nn.Module,
+        stage: int,
+        store: TieredStore,
+        reserve: int,
+    ) -> None:
+        """`reserve`: bytes of the host budget that nothing early may take."""
         self._exchange = exchange
+        self._store = store
+        self._reserve = reserve
         self._departures = departures
         self._buffers = SharedBuffers(module)
         self._stage = stage
@@ -49,6 +62,9 @@ class Reducer:
         self._left = False  # something may wait for the step
         self._task: int | None = None  # of the backward that is going on
         self._offered = False  # something of it, to the other ranks
+        self._relieving = False
+        self._nested = False  # parts of it run backwards of their own
+        self._uses: collections.Counter[int] = collections.Counter()  # of each group, since a backward ended
 
     def start(self, grads: Sequence[SharedGrads]) -> None:
         """Reduce these, and give every rank the buffers of rank 0."""
@@ -57,11 +73,15 @@ class Reducer:
 
     # --- backward ---
 
-    @property
-    def reducing(self) -> bool:
-        """A group whose gradients are complete is reduced in this backward."""
+    def reduces(self, group: int) -> bool:
+        """A group whose gradients seem complete is reduced in this backward, before its end. Gradients of a group that
+        was used twice may come twice, where checkpoints run backwards of their own."""
         last = self._stage > 1 or self.backwards + 1 == self._usual
-        return not self._deferring and last
+        return last and not self._deferring and not (self._nested and self._uses[group] > 1)
+
+    def spare(self, nbytes: int) -> bool:
+        """The host has `nbytes` that nothing else is going to need."""
+        return nbytes <= self._store.room() - self._reserve
 
     def offered(self) -> None:
         """A group's gradients go to the other ranks before backward is over."""
@@ -87,29 +107,34 @@ class Reducer:
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_backward)
             self._exchange.computing(f"backward {self.backwards + 1} of a step")
+        elif self._task != torch._C._current_graph_task_id():
+            self._nested = True
 
     @contextlib.contextmanager
-    def forward(self, label: str, *, inside: bool) -> Iterator[None]:
-        """A module computes: `inside` a backward, again."""
+    def forward(self, label: str, groups: Iterable[int], *, inside: bool) -> Iterator[None]:
+        """A module computes with these groups: `inside` a backward, again."""
         if inside:
             self.inside_backward()
             yield
             return
         self.outside_backward()
         self._exchange.check()
+        self._uses.update(groups)
         with self._exchange.within(f"the forward of '{label}'", computing=True):
             yield
 
     def outside_backward(self) -> None:
         """Called where no backward is going on: one that was has failed."""
         if self._task is not None:
-            self._task = None
+            self._task, self._nested = None, False
+            self._uses.clear()
             self._exchange.idle("a backward that failed")
             self._failed += self._offered
 
     def _end_backward(self) -> None:
         self._departures.drain()
-        self._task = None
+        self._task, self._nested = None, False
+        self._uses.clear()
         self.backwards += 1
         if self._deferring or self._stage == 1:
             self._left = True
@@ -129,8 +154,12 @@ class Reducer:
     def agree(self, total: float, settings: Sequence[str]) -> float:
         """The sum of `total` over ranks, when every rank has come to its step, with the same `settings` of parameter
         groups. From then on this rank's shards are not given out, until `stepped`."""
-        detail = zlib.crc32(f"{self._signature} {settings}".encode())
-        doing = f"step(), after {self.backwards} backwards, with {', '.join(dict.fromkeys(settings))}"
+        present = [there for grads in self._grads for there in grads.present]
+        detail = zlib.crc32(f"{self._signature} {settings} {present}".encode())
+        doing = (
+            f"step(), after {self.backwards} backwards, with {sum(present)} gradients, and with "
+            f"{', '.join(dict.fromkeys(settings))}"
+        )
         return self._exchange.together(
             Call.STEP, doing, lambda: self._exchange.ranks.sum([total])[0], detail=detail, closes=True
         )
@@ -147,19 +176,31 @@ class Reducer:
 
     # --- both ---
 
-    def land(self) -> None:
-        """Account for every reduction that has been offered."""
-        for grads in self._grads:
-            grads.land()
+    def relieve(self) -> bool:
+        """Host memory is short: wait until a reduction gives back what it holds. False where none will."""
+        if self._exchange.aboard or self._relieving:
+            return False
+        self._relieving = True
+        try:
+            return self._recall() or self._land_some()
+        finally:
+            self._relieving = False
 
-    def with_room(self, take: Callable[[], T], scarce: type[BaseException]) -> T:
-        """`take()`, again once what is being reduced has given its memory back, where it raised `scarce`."""
-        for grads in self._grads:
-            try:
-                return take()
-            except scarce:
+    def _recall(self) -> bool:
+        undone = [grads for grads in self._grads if any(grads.early)]
+        for grads in undone:
+            grads.recall()
+        return bool(undone)
+
+    def _land_some(self) -> bool:
+        coming = [(grads, done) for grads in self._grads if (done := grads.done) is not None]
+        doing = "a wait for memory that the gradients of other groups hold until every rank has theirs"
+        if not coming or not self._exchange.any_of([done for _, done in coming], doing):
+            return False
+        for grads, done in coming:
+            if done.done():
                 grads.land()
-        return take()
+        return True
 
     def _meet(self, doing: str) -> None:
         """Find out with all ranks what any of them has left, and reduce it."""
@@ -170,21 +211,32 @@ class Reducer:
             self._grads[index].withdraw()
         self._left = False
         found = iter(flags)
+        again: list[SharedGrads] = []
         for grads in self._grads:
-            mine = [next(found) for _ in grads.left]
-            if any(mine):
-                grads.expected = mine
-                self.with_room(lambda grads=grads, mine=mine: grads.offer(mine), MemoryError)  # type: ignore[misc]
-        self.land()
+            left, early = [[next(found) for _ in grads.left] for _ in range(2)]
+            undone = next(found)
+            if any(left) or (any(early) and undone):
+                grads.recall()
+                grads.expected = [either or other for either, other in zip(left, early, strict=True)]
+                again.append(grads)
+            else:
+                grads.land()
+                grads.confirm()
+        for grads in again:
+            grads.offer(grads.expected)
+        for grads in again:
+            grads.land()
 
     def _found_out(self) -> tuple[list[bool], list[int]]:
-        """On the communication thread: what any rank has left, by group and parameter; and the groups whose reduction
-        was offered here and not by all."""
+        """On the communication thread: by group, the parameters of which any rank has something left, those that were
+        reduced early, and whether that is undone on any rank; and the groups whose reduction was offered here and not
+        by all."""
         withdrawn = self._exchange.withdraw(Flag.GRADIENT)
         mine: list[bool] = []
         for grads in self._grads:
             being_reduced = grads.reduction is not None and grads.group.index not in withdrawn
             mine += [False] * len(grads.left) if being_reduced else grads.left
+            mine += [*grads.early, not any(grads.early)]
         ranks = self._exchange.ranks
         flags = ranks.any(mine)
         self._buffers.share(ranks)

@@ -1,6 +1,7 @@
 """SharedGrads: one group's gradients with several ranks, from backward to the mean that this rank keeps.
 
     arrive, arrive, ... --all that are expected--> offer --every rank has offered--> reduced --> land
+                        <------- more comes -------recall
 
 What arrives is this rank's own gradient of whole parameters. Where the stage partitions gradients it is added up in
 memory that lives until it is reduced, and the block holds the shard of the mean. Where it does not, the block holds
@@ -11,6 +12,7 @@ Invariants:
    those that all ranks have just found out any of them has.
 2. Between `offer` and `land` nobody here touches the memory of a reduction.
 3. A mean that was reduced and kept (no `zero_grad`) counts once in the next one, whatever the number of ranks.
+4. What is reduced before it is known that nothing more comes shows in no bit: where more does come, it is undone.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tiered.device.memory import Memory
+from tiered.device.ticket import Completion
 from tiered.errors import BudgetError, UsageError
 from tiered.zero.grads import GroupGrads, Kernels
 from tiered.zero.group import ParamGroup
@@ -51,11 +54,7 @@ class SharedGrads(GroupGrads):
         self._now = [False] * len(self._now)
 
     def begin(self, position: int) -> tuple[torch.Tensor, bool]:
-        if self.reduction is not None:  # more comes than was expected
-            if self._traffic.retract(self.reduction):
-                self.withdraw()
-            else:
-                self.land()
+        self.recall()  # more comes than was expected
         target, add = self._place(position)
         self._begun += 1
         return target, add
@@ -64,9 +63,9 @@ class SharedGrads(GroupGrads):
         self._leave()
         self._begun -= 1
         self._now[position] = True
-        if not self._begun and self._reducer.reducing and self._now == self.expected == self.arrived:
-            self._reducer.offered()
-            self.offer(self.expected)
+        complete = not self._begun and self._now == self.expected == self.arrived
+        if complete and self._reducer.reduces(self.group.index):
+            self._offer_early()
 
     def undo(self, position: int, had: bool) -> None:
         self._leave()
@@ -87,6 +86,27 @@ class SharedGrads(GroupGrads):
             self.withdraw()
             raise
 
+    @property
+    def done(self) -> Completion | None:
+        """What a reduction that was offered, and has not landed, is waited for by."""
+        return None if self.reduction is None else self.reduction.done
+
+    @property
+    def early(self) -> list[bool]:
+        """Which parameters are reduced, or being reduced, in a way that `recall` undoes wholly."""
+        return [False] * len(self.group.params)
+
+    def recall(self) -> None:
+        """What was offered is this rank's own again, as far as that can be; else it is reduced."""
+        if self.reduction is not None:
+            if self._traffic.retract(self.reduction):
+                self.withdraw()
+            else:
+                self.land()
+
+    def confirm(self) -> None:
+        """All ranks have found out that nothing more comes: what is reduced stays so."""
+
     def land(self) -> None:
         """Wait for the reduction, if there is one, and account for it. Raises what reducing raised."""
         reduction = self.reduction
@@ -106,6 +126,7 @@ class SharedGrads(GroupGrads):
             with contextlib.suppress(Exception):
                 self.land()
         self.withdraw()
+        self.confirm()
         self.arrived = [False] * len(self.arrived)
         with contextlib.suppress(Exception):  # of a block whose drive has failed
             self._dropped()
@@ -136,13 +157,19 @@ class SharedGrads(GroupGrads):
         if grad is not None:
             raise UsageError(f"setting a gradient of group '{self.group.name}' with several ranks is not supported")
         self.drain()
-        self.land()
+        self.recall()
         self.arrived[position] = False
         self.present[position] = False
         self.sums[position] = None
         self._dropped()
 
     # --- inside ---
+
+    def _offer_early(self) -> None:
+        """All that is expected has arrived."""
+        with contextlib.suppress(BudgetError):  # then it waits for the end of backward, or for the step
+            self.offer(self.expected)
+            self._reducer.offered()
 
     @property
     def _traffic(self) -> Traffic:
@@ -179,7 +206,8 @@ class PartitionedGrads(SharedGrads):
         self._whole: Memory | None = None
 
     def zero(self, position: int) -> None:
-        self.land()
+        self.drain()
+        self.recall()
         super().zero(position)
         if self.arrived[position]:
             slot = self.group.spec.slots[position]
@@ -195,12 +223,11 @@ class PartitionedGrads(SharedGrads):
         return None
 
     def _prepare(self, flags: list[bool]) -> Reduction:
-        store, whole = self.group.runtime.store, self._memory()
-        block = store.acquire(self.block, fresh=not any(self.present))
+        block = self.group.runtime.store.acquire(self.block, fresh=not any(self.present))
+        whole, self._whole = self._whole, None
         for position, slot in enumerate(self.group.spec.slots):
-            if flags[position] and not self.arrived[position]:
+            if whole is not None and flags[position] and not self.arrived[position]:
                 whole.view(self.dtype, slot.start, slot.stop).zero_()
-        self._whole = None
         target = block.view(self.dtype)
         return Reduction(self.group, list(flags), whole, target, list(self.present), [0.0] * len(flags))
 
@@ -227,9 +254,12 @@ class PartitionedGrads(SharedGrads):
     def _memory(self) -> Memory:
         """What this rank's whole gradient is added up in."""
         if self._whole is None:
-            what = f"the gradients of group '{self.group.name}' before they are reduced"
+            what = (
+                f"the gradients of group '{self.group.name}' before they are reduced (where ranks use groups in "
+                f"different orders, or different groups, those of several wait for the other ranks at once)"
+            )
             nbytes = self.group.spec.numel * self.dtype.itemsize
-            self._whole = self._reducer.with_room(lambda: self.group.runtime.store.staging(nbytes, what), BudgetError)
+            self._whole = self.group.runtime.store.staging(nbytes, what)
         return self._whole
 
 
@@ -241,9 +271,33 @@ class WholeGrads(SharedGrads):
     ) -> None:
         super().__init__(group, dtype, kernels, departures, reducer)
         self._reduced = [False] * len(group.params)  # the own slice is the mean, the others mean nothing
+        self._own: Memory | None = None  # the own slice as it was before an early reduction, of
+        self._early = [False] * len(group.params)
+
+    @property
+    def early(self) -> list[bool]:
+        return list(self._early)
+
+    def recall(self) -> None:
+        super().recall()
+        if self._own is None:
+            return
+        with self.group.runtime.store.pinned(self.block, dirty=True) as memory:
+            self._slice(memory).copy_(self._own.view(self.dtype))
+        for position, early in enumerate(self._early):
+            if early and self.present[position]:
+                self.arrived[position], self._reduced[position] = True, False
+        self.confirm()
+
+    def confirm(self) -> None:
+        own, self._own = self._own, None
+        self._early = [False] * len(self._early)
+        if own is not None:
+            self.group.runtime.store.unstage(own)
 
     def zero(self, position: int) -> None:
-        self.land()
+        self.drain()
+        self.recall()
         if self.present[position]:
             slot = self.group.spec.slots[position]
             with self.group.runtime.store.pinned(self.block, dirty=True) as memory:
@@ -265,9 +319,20 @@ class WholeGrads(SharedGrads):
         for position, slot in enumerate(self.group.spec.slots):
             if flags[position] and not self._as_own(memory, position):
                 memory.view(self.dtype, slot.start, slot.stop).zero_()
-        base = self.group.base("grad")
-        target = memory.view(self.dtype, base, base + self.group.spec.shard_numel)
-        return Reduction(self.group, list(flags), memory, target, [False] * len(flags), [0.0] * len(flags))
+        totals = [0.0] * len(flags)
+        return Reduction(self.group, list(flags), memory, self._slice(memory), [False] * len(flags), totals)
+
+    def _offer_early(self) -> None:
+        store, nbytes = self.group.runtime.store, self.group.spec.shard_numel * self.dtype.itemsize
+        if not self._reducer.spare(nbytes):
+            return
+        own = store.staging(nbytes, f"a slice of the gradients of group '{self.group.name}', to be able to undo")
+        with store.pinned(self.block) as memory:
+            own.view(self.dtype).copy_(self._slice(memory))
+        self._own, self._early = own, list(self.expected)
+        super()._offer_early()
+        if self.reduction is None:
+            self.confirm()
 
     def _landed(self, reduction: Reduction) -> None:
         self._withdrawn(reduction)
@@ -282,6 +347,11 @@ class WholeGrads(SharedGrads):
         self._reduced = [old and there for old, there in zip(self._reduced, self.present, strict=True)]
         if not any(self.present) and "grad" in self.group.blocks:
             self.group.runtime.store.discard(self.block)
+
+    def _slice(self, memory: Memory) -> torch.Tensor:
+        """This rank's own of the whole gradient."""
+        base = self.group.base("grad")
+        return memory.view(self.dtype, base, base + self.group.spec.shard_numel)
 
     def _as_own(self, memory: Memory, position: int) -> bool:
         """Make one parameter's gradient, where there is one, something to be reduced; False where there is none.

@@ -26,7 +26,7 @@ from tiered.device.ticket import Completion, Event
 from tiered.stats import Meter
 from tiered.store.store import TieredStore
 from tiered.zero.agreement import Flag
-from tiered.zero.collectives import Take
+from tiered.zero.collectives import Slicing, Take
 from tiered.zero.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ Average = Callable[[torch.Tensor, Sequence[torch.Tensor], int, bool], float]
 def scratch_bytes(ranks: int, largest_shard: int) -> int:
     """Bytes of the host budget that traffic takes; largest_shard: bytes of the largest param shard that may be on a
     drive."""
-    return 2 * (ranks - 1) * _WINDOW + page_ceil(largest_shard) if ranks > 1 else 0
+    return (2 * (ranks - 1) + 1) * _WINDOW + page_ceil(largest_shard) if ranks > 1 else 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -76,7 +76,7 @@ class Reduction:
 
     group: ParamGroup
     flags: list[bool]  # the parameters it is about: the same on every rank
-    whole: Memory  # this rank's whole gradient, which is used up
+    whole: Memory | None  # this rank's whole gradient, which is used up; None where it has nothing of it
     target: torch.Tensor  # this rank's shard of the mean (1-D), maybe a part of `whole`
     add: list[bool]  # by parameter: the target has something that this is added to
     totals: list[float]  # by parameter: the sum of squares of what the target has then
@@ -101,6 +101,7 @@ class Traffic:
         store.host.charge(self._charged, "what goes between ranks")
         window = (exchange.ranks.size - 1) * _WINDOW
         self._scratch = [torch.empty(window, dtype=torch.uint8, device="cpu") for _ in range(2)]
+        self._zeros = torch.zeros(_WINDOW, dtype=torch.uint8, device="cpu")
 
     def start(self, groups: Sequence[ParamGroup], owner: object) -> None:
         """Begin: from now on, while `owner` lives, other ranks are given what they want of `groups`."""
@@ -111,7 +112,7 @@ class Traffic:
         """Leave the ranks, and give back what traffic took. Idempotent."""
         self.exchange.stop()
         self._groups = []
-        self._scratch = []
+        self._scratch, self._zeros = [], self._zeros[:0].clone()
         self._store.host.refund(self._charged)
         self._charged = 0
 
@@ -152,10 +153,11 @@ class Traffic:
     def reduce(self, payloads: Sequence[Reduction]) -> Iterator[int]:
         jobs = []
         for reduction in payloads:
-            flat = reduction.whole.view(reduction.target.dtype)
-            self._meter.communicated("reduce_scatter", flat.numel(), flat.numel() * flat.element_size())
-            jobs.append((flat, self._taking(reduction)))
-        yield from self._ranks.exchange_slices(jobs, self._scratch)
+            numel, dtype = reduction.group.spec.numel, reduction.target.dtype
+            self._meter.communicated("reduce_scatter", numel, numel * dtype.itemsize)
+            flat = None if reduction.whole is None else reduction.whole.view(dtype)
+            jobs.append(Slicing(flat, numel // self._ranks.size, dtype, self._taking(reduction)))
+        yield from self._ranks.exchange_slices(jobs, self._scratch, self._zeros)
 
     def complete(self, payloads: Sequence[tuple[ParamGroup, Memory]]) -> Iterator[int]:
         works = []

@@ -86,7 +86,8 @@ class Unit:
         phase = current_phase()
         with contextlib.ExitStack() as scope:
             if self.reducer is not None:
-                scope.enter_context(self.reducer.forward(self.label, inside=phase is Phase.BACKWARD))
+                indices = [group.index for group in self.groups]
+                scope.enter_context(self.reducer.forward(self.label, indices, inside=phase is Phase.BACKWARD))
             for group in self.groups:
                 scope.enter_context(group.computing(phase))
             scope.enter_context(graph.saving_notes())
