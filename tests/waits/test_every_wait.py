@@ -98,9 +98,6 @@ FAILS: dict[tuple[str, str, int], str] = {
     ),
     ("zero/exchange.py", "_ask", 0): f"{EXCHANGE}::test_a_call_waits_for_the_last_rank_to_make_it",
     ("zero/exchange.py", "_ask", 1): f"{EXCHANGE}::test_an_error_ends_a_wait_for_any_of_several_jobs",
-    ("zero/exchange.py", "_take_back", 0): (
-        f"{EXCHANGE}::test_a_wait_for_any_of_several_jobs_that_a_round_speaks_of_is_over_when_the_round_is"
-    ),
     ("zero/exchange.py", "wait", 0): (
         f"{EXCHANGE}::test_who_waits_for_a_job_says_so_to_the_others_and_is_counted_as_stalled"
     ),

@@ -311,7 +311,7 @@ def test_a_wait_for_jobs_that_no_rank_can_do_any_more_is_refused_and_leaves_call
             return found
 
         assert made.run(program) == [False] * 3
-        assert before == [0, 0, 1] and after == [1, 1, 0]
+        assert (before, after) == ([0, 0, 1], [1, 1, 0])
 
 
 def test_a_wait_for_any_of_several_jobs_that_a_round_speaks_of_is_over_when_the_round_is() -> None:

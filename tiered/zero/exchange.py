@@ -164,8 +164,7 @@ class Exchange:
     def _take_back(self, asked: _Asked) -> None:
         """It is no more asked for, unless it has been answered."""
         with self._changed:
-            while asked.said and self._failure is None:
-                self._changed.wait()
+            self._changed.wait_for(lambda: not asked.said or self._failure is not None)
             if self._asked is asked:
                 self._asked = None
 
