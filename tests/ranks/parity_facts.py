@@ -64,11 +64,17 @@ def values_are_given_out_only_once_they_are_there(where: Where) -> None:
 
 
 def gradients_are_refused_by_name(where: Where) -> None:
-    """Reading and setting p.grad names the parameter; dropping gradients works."""
+    """Reading, changing and setting p.grad names the group; asking for it, zeroing and dropping it works."""
     with sharded(where, NET) as session:
         session.backward(0)
+        head = session.model.head
+        assert head.weight.grad is not None
+        assert head.weight.grad.shape == head.weight.shape
+        for use in (torch.sum, torch.relu_):
+            with pytest.raises(tiered.UsageError, match=r"grad.*head"):
+                use(head.weight.grad)
         with pytest.raises(tiered.UsageError, match=r"grad.*head"):
-            _ = session.model.head.weight.grad
+            torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         with pytest.raises(tiered.UsageError, match=r"grad.*head"):
             session.model.head.weight.grad = torch.zeros(3, WIDTH)
         session.model.zero_grad()
@@ -224,6 +230,7 @@ def nothing_is_left_after_close(where: Where) -> None:
         del session
         with contextlib.suppress(ZeroDivisionError), sharded(here, NET) as session:
             session.backward(0)
+            dist.barrier()  # who leaves ends the others' calls
             raise ZeroDivisionError
         del session
         dist.barrier()

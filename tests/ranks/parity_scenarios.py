@@ -98,12 +98,18 @@ def accumulated(where: Where, counts: tuple[int, ...], syncs: Callable[[int, int
 
 
 def zeroed(where: Where) -> Observed:
-    """Gradients are set to zero rather than dropped: what is unused from then on decays, and has moments."""
+    """Gradients are set to zero rather than dropped, those of a part in a way of its own: what is unused from then on
+    decays, and has moments."""
     with sharded(where, branching(where.parts)) as session:
         losses, norms = [], []
         for step in STEPS:
             losses.append(session.backward(step))
             norms.append(session.step(set_to_none=False))
+            losses.append(session.backward(10 + step))
+            session.model.blocks.zero_grad(set_to_none=False)
+            for p in session.model.head.parameters():
+                p.grad.zero_()
+            session.optimizer.zero_grad(set_to_none=False)
         return {"losses": losses, "norms": norms, **session.outcome()}
 
 
@@ -116,8 +122,9 @@ def dropped(where: Where) -> Observed:
                 losses.append(session.backward(10 + step))
             if step % 2:
                 session.model.zero_grad()
-            for p in session.model.blocks.parameters():
+            for p in session.model.blocks[:1].parameters():
                 p.grad = None
+            session.model.blocks[1:].zero_grad()
             if step < 2:
                 losses.append(session.backward(step))
             norms.append(session.step())

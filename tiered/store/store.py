@@ -277,8 +277,7 @@ class TieredStore:
         if not self._arena.reclaim(nbytes):
             self.on_pressure()
         while not self._arena.reclaim(nbytes):
-            self._evict(page_ceil(nbytes) - self.host.free)
-            if self._arena.reclaim(nbytes) or not self.on_shortage():
+            if not self._evict(page_ceil(nbytes) - self.host.free) and not self.on_shortage():
                 break
         return self._arena.take(nbytes, what, zeros=zeros)
 
@@ -334,8 +333,8 @@ class TieredStore:
             and not b.memory.exported()
         ]
 
-    def _evict(self, nbytes: int) -> None:
-        """Evict cached blocks of furthest next use that take `nbytes`; none where all are too little."""
+    def _evict(self, nbytes: int) -> bool:
+        """Evict cached blocks of furthest next use that take `nbytes`; none, and False, where all are too little."""
         cached = {b.key: b for b in self._evictable()}
         candidates = [Candidate(b.key, page_ceil(b.nbytes), b.next_use) for b in cached.values()]
         evicted = [cached[key] for key in victims(candidates, nbytes) or () if isinstance(key, BlockKey)]
@@ -346,6 +345,7 @@ class TieredStore:
         for block in evicted:
             self._settle(block)
             self._drop(block)
+        return bool(evicted)
 
     def _beyond(self, block: Block) -> bool:
         """The block lies in a device's own memory, where the host can neither compute nor do I/O."""

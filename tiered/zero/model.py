@@ -283,6 +283,8 @@ class ShardedModel:
     def _drop_states(self) -> None:
         """Gradients and moments end with sharding; their memory makes room for the weights."""
         self.departures.abandon()
+        if self.reducer is not None:
+            self.reducer.outside_backward()
         for grads in self.grads:
             grads.abandon()
         for group in self.groups:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tiered.device.memory import Memory
 from tiered.store.store import TieredStore
 from tiered.zero.agreement import Call, Flag
 from tiered.zero.buffers import SharedBuffers
@@ -62,6 +63,7 @@ class Reducer:
         self._left = False  # something may wait for the step
         self._task: int | None = None  # of the backward that is going on
         self._offered = False  # something of it, to the other ranks
+        self._spares: list[Memory] = []  # of whole gradients, while a backward goes on
         self._relieving = False
         self._nested = False  # parts of it run backwards of their own
         self._uses: collections.Counter[int] = collections.Counter()  # of each group, since a backward ended
@@ -126,15 +128,13 @@ class Reducer:
     def outside_backward(self) -> None:
         """Called where no backward is going on: one that was has failed."""
         if self._task is not None:
-            self._task, self._nested = None, False
-            self._uses.clear()
+            self._over()
             self._exchange.idle("a backward that failed")
             self._failed += self._offered
 
     def _end_backward(self) -> None:
         self._departures.drain()
-        self._task, self._nested = None, False
-        self._uses.clear()
+        self._over()
         self.backwards += 1
         if self._deferring or self._stage == 1:
             self._left = True
@@ -142,6 +142,11 @@ class Reducer:
             again = f", tried again after it failed {self._failed} times half way" if self._failed else ""
             self._meet(f"the end of backward {self.backwards} of a step{again}")
         self._exchange.idle(f"backward {self.backwards} of a step")
+
+    def _over(self) -> None:
+        self._task, self._nested = None, False
+        self._uses.clear()
+        self._drop_spares()
 
     # --- step ---
 
@@ -174,7 +179,31 @@ class Reducer:
     def _signature(self) -> str:
         return f"{self.backwards} {self._failed}"
 
-    # --- both ---
+    # --- the memory of whole gradients ---
+
+    def whole(self, nbytes: int, what: str) -> Memory:
+        """Host memory for this rank's gradients of a group until they are reduced. Memory of groups that have been
+        reduced in this backward serves again: the system would fill new pages with zeros first. Raises BudgetError."""
+        self._land_done()
+        for memory in self._spares:
+            if memory.nbytes == nbytes:
+                self._spares.remove(memory)
+                return memory
+        return self._store.staging(nbytes, what)
+
+    def give_back(self, memory: Memory) -> None:
+        """Undo `whole`."""
+        if self._task is None:
+            self._store.unstage(memory)
+        else:
+            self._spares.append(memory)
+
+    def _drop_spares(self) -> bool:
+        """Give memory that may serve again to whoever needs some; False where there is none."""
+        spares, self._spares = self._spares, []
+        for memory in spares:
+            self._store.unstage(memory)
+        return bool(spares)
 
     def relieve(self) -> bool:
         """Host memory is short: wait until a reduction gives back what it holds. False where none will."""
@@ -182,7 +211,7 @@ class Reducer:
             return False
         self._relieving = True
         try:
-            return self._recall() or self._land_some()
+            return self._drop_spares() or self._recall() or self._land_some()
         finally:
             self._relieving = False
 
@@ -193,14 +222,17 @@ class Reducer:
         return bool(undone)
 
     def _land_some(self) -> bool:
-        coming = [(grads, done) for grads in self._grads if (done := grads.done) is not None]
+        coming = [done for grads in self._grads if (done := grads.done) is not None]
         doing = "a wait for memory that the gradients of other groups hold until every rank has theirs"
-        if not coming or not self._exchange.any_of([done for _, done in coming], doing):
+        if not coming or not self._exchange.any_of(coming, doing):
             return False
-        for grads, done in coming:
-            if done.done():
-                grads.land()
+        self._land_done()
         return True
+
+    def _land_done(self) -> None:
+        for grads in self._grads:
+            if (done := grads.done) is not None and done.done():
+                grads.land()
 
     def _meet(self, doing: str) -> None:
         """Find out with all ranks what any of them has left, and reduce it."""

@@ -18,6 +18,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +28,7 @@ from tiered.device.ticket import Completion
 from tiered.errors import BudgetError, UsageError
 from tiered.zero.grads import GroupGrads, Kernels
 from tiered.zero.group import ParamGroup
+from tiered.zero.parted import PartedGrad
 from tiered.zero.traffic import Reduction, Traffic
 
 if TYPE_CHECKING:
@@ -148,10 +150,8 @@ class SharedGrads(GroupGrads):
     def view(self, position: int) -> torch.Tensor | None:
         if not (self.present[position] or self.left[position]):
             return None
-        raise UsageError(
-            f"reading the gradient of a parameter of group '{self.group.name}' with several ranks is not supported, "
-            f"since no rank has all of it: use AdamW(max_grad_norm=...) to clip and optimizer.grad_norm to look"
-        )
+        shape, device = self.group.spec.slots[position].shape, self.group.runtime.device.torch_device
+        return PartedGrad(self.group.name, shape, self.dtype, device, functools.partial(self.zero, position))
 
     def replace(self, position: int, grad: torch.Tensor | None) -> None:
         if grad is not None:
@@ -249,7 +249,7 @@ class PartitionedGrads(SharedGrads):
     def _give_back(self) -> None:
         memory, self._whole = self._whole, None
         if memory is not None:
-            self.group.runtime.store.unstage(memory)
+            self._reducer.give_back(memory)
 
     def _memory(self) -> Memory:
         """What this rank's whole gradient is added up in."""
@@ -259,7 +259,7 @@ class PartitionedGrads(SharedGrads):
                 f"different orders, or different groups, those of several wait for the other ranks at once)"
             )
             nbytes = self.group.spec.numel * self.dtype.itemsize
-            self._whole = self.group.runtime.store.staging(nbytes, what)
+            self._whole = self._reducer.whole(nbytes, what)
         return self._whole
 
 
