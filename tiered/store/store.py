@@ -59,8 +59,8 @@ class TieredStore:
         self._blocks: dict[BlockKey, Block] = {}
         self._lent: set[BlockKey] = set()  # blocks whose memory is the caller's charge
         self._failing = threading.Lock()
-        self.on_pressure: Callable[[], object] = lambda: None  # asked to give back staging that only carries hints
-        self.on_shortage: Callable[[], bool] = lambda: False  # asked, again and again, to wait for memory to come back
+        self.on_pressure: Callable[[], object] = bool  # asked to give back staging that only carries hints
+        self.on_shortage: Callable[[], bool] = bool  # asked again and again to wait for memory; False: none will come
 
     # --- blocks ---
 
@@ -98,7 +98,6 @@ class TieredStore:
         block.memory = memory
 
     def blocks(self) -> Iterable[Block]:
-        """Every block there is."""
         return self._blocks.values()
 
     # --- whole blocks in host memory ---
@@ -246,7 +245,7 @@ class TieredStore:
         self._staged -= 1
 
     def retire(self, memory: Memory, event: Event) -> None:
-        """`unstage` that happens once `event` is done, whether it succeeds or fails, without waiting for it here."""
+        """`unstage` that happens once `event` is done, failed or not, without waiting for it here."""
         self._staged -= 1
         self._arena.retire(memory, event)
 
@@ -256,8 +255,8 @@ class TieredStore:
 
     def room(self, *, evicting: bool = False) -> int:
         """Bytes that could be taken now: free, idle or retiring, and with `evicting` those that may be evicted."""
-        kept = self.host.free + self._arena.idle + self._arena.retiring
-        return kept + (sum(page_ceil(b.nbytes) for b in self._evictable()) if evicting else 0)
+        cached = sum(page_ceil(b.nbytes) for b in self._evictable()) if evicting else 0
+        return self.host.free + self._arena.idle + self._arena.retiring + cached
 
     def close(self) -> None:
         """Wait for what is in flight, give back all memory (a device's own is its owner's), files and threads.
@@ -338,9 +337,9 @@ class TieredStore:
         cached = {b.key: b for b in self._evictable()}
         candidates = [Candidate(b.key, page_ceil(b.nbytes), b.next_use) for b in cached.values()]
         evicted = [cached[key] for key in victims(candidates, nbytes) or () if isinstance(key, BlockKey)]
-        for block in evicted:
-            if block.dirty and block.state is BlockState.HOST:
-                with uninterrupted():
+        with uninterrupted():
+            for block in evicted:
+                if block.dirty and block.state is BlockState.HOST:
                     self._flush(block)
         for block in evicted:
             self._settle(block)

@@ -23,7 +23,6 @@ import contextlib
 import dataclasses
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
@@ -33,6 +32,7 @@ from tiered.errors import RankError, TieredError
 from tiered.stats import Meter
 from tiered.zero.agreement import Call, Conclusion, Flag, Header, conclude, decode, describe, encode
 from tiered.zero.collectives import Ranks, first_line
+from tiered.zero.doing import Doing
 
 T = TypeVar("T")
 _IDLE_S = (0.002, 0.02)  # before a rank with nothing to say joins a round: at first, and at most
@@ -102,7 +102,7 @@ class Exchange:
         self._stopping = False
         self._served = False  # some rank, in the last round
         self._last: list[Header] = []
-        self._state = _Doing()
+        self._state = Doing()
         self._carrier: weakref.ref[Carrier] | None = None
         self._thread: threading.Thread | None = None
 
@@ -403,44 +403,3 @@ class Exchange:
         with contextlib.suppress(Exception):
             self.ranks.close()
         atexit.unregister(self._at_exit)  # which would keep it
-
-
-class _Doing:
-    """What the user's thread is doing, as other ranks are told. Written by that thread, read by another."""
-
-    def __init__(self) -> None:
-        self._doing = "shard()"
-        self._computing = False
-        self._since = time.monotonic()  # the last sign of life
-        self._waiting: float | None = None
-
-    @contextlib.contextmanager
-    def within(self, doing: str, computing: bool) -> Iterator[None]:
-        before = self._doing, self._computing
-        self._doing, self._computing, self._since = doing, computing or before[1], time.monotonic()
-        try:
-            yield
-        finally:
-            self._computing, self._since = before[1], time.monotonic()
-            if before[1]:  # else what was done last is what others are told
-                self._doing = before[0]
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        self._waiting = time.monotonic()
-        try:
-            yield
-        finally:
-            self._waiting = None
-            self._since = time.monotonic()
-
-    def computing(self, doing: str) -> None:
-        self._doing, self._computing, self._since = doing, True, time.monotonic()
-
-    def idle(self, doing: str) -> None:
-        self._doing, self._computing, self._since = doing, False, time.monotonic()
-
-    def seen(self) -> tuple[str, bool, float, float]:
-        """In words, whether it computes, and the seconds it has waited and been quiet."""
-        now, waiting = time.monotonic(), self._waiting
-        return self._doing, self._computing, now - waiting if waiting is not None else 0.0, now - self._since

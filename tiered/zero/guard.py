@@ -44,7 +44,10 @@ class Home(Protocol):
         """Take `value` (of the parameter's shape) for its values without bringing them in; False where it cannot."""
 
     def exported(self) -> Tensor:
-        """A full copy of the values in memory of its own."""
+        """A full copy of the values in memory of its own, in full precision; with several ranks they all ask for it."""
+
+    def shown(self) -> Tensor:
+        """A copy of the values as they compute, on the host; one rank alone may ask for it."""
 
     def grad(self) -> Tensor | None:
         """The accumulated gradient, or None."""
@@ -142,7 +145,7 @@ class GuardedParameter(nn.Parameter):
     grad = PresentParameter.grad
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes a keyword of its own printing code
-        return repr(nn.Parameter(self.clone().detach(), self.requires_grad))
+        return repr(nn.Parameter(home_of(self).shown(), self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copy = nn.Parameter(home_of(self).exported(), self.requires_grad)

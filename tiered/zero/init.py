@@ -290,6 +290,8 @@ class Parked:
         self.bring_in()
         return self._param.detach().clone()
 
+    shown = exported
+
     def grad(self) -> torch.Tensor | None:
         return None
 
