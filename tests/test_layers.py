@@ -25,8 +25,9 @@ MAY_IMPORT = {
     "store": BASE | {"stats", "io", "device"},
     "zero": BASE | {"stats", "device", "schedule", "store"},
     "optim": BASE | {"stats", "device", "schedule", "store", "zero"},
+    "checkpoint": BASE | {"stats", "device", "store", "zero", "optim"},
     "api": BASE | {"stats", "io", "device", "schedule", "store", "zero", "optim"},
-    "__init__": BASE | {"stats", "estimate", "zero", "optim", "api"},
+    "__init__": BASE | {"stats", "estimate", "zero", "optim", "checkpoint", "api"},
     "cli": BASE | {""},  # "" is the package itself: its public names
     "__main__": {"cli"},
 }

@@ -75,7 +75,6 @@ class World:
         fakes = {
             "dist": _Distributed(self),
             "_gather_single": self._all_gather,
-            "_reduce_single": self._reduce_scatter,
             "_meetings": _Meetings(self),
         }
         with mock.patch.multiple(collectives, **fakes):
@@ -232,10 +231,6 @@ class World:
             with self._changed:
                 self.rounds += 1
                 self._changed.notify_all()
-
-    def _reduce_scatter(self, out: torch.Tensor, whole: torch.Tensor, group: _Group) -> None:
-        given = self._everybody(group, "reduce_scatter", whole.clone())
-        out.copy_(torch.stack([each.chunk(self.size)[group.rank] for each in given]).sum(0))
 
     def _everybody(self, group: _Group, kind: str, mine: Any) -> list[Any]:
         """What every rank gives to the same call."""

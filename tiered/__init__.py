@@ -1,6 +1,8 @@
 """Train models larger than memory: ZeRO on a tiered store of device memory, RAM and NVMe, in a plain loop."""
 
 from tiered.api import average, close, deferred_init, gather, no_sync, shard, stats
+from tiered.checkpoint.load import load
+from tiered.checkpoint.save import save
 from tiered.config import Config, Emulation, MixedPrecision
 from tiered.errors import (
     BudgetError,
@@ -38,7 +40,9 @@ __all__ = [
     "deferred_init",
     "estimate",
     "gather",
+    "load",
     "no_sync",
+    "save",
     "shard",
     "stats",
 ]

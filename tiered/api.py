@@ -35,7 +35,8 @@ from tiered.zero.guard import home_of
 from tiered.zero.home import ParamHome
 from tiered.zero.init import Nursery
 from tiered.zero.joining import HOST_SHARE, Joining, joined
-from tiered.zero.model import MODEL_ATTRIBUTE, ShardedModel
+from tiered.zero.model import MODEL_ATTRIBUTE
+from tiered.zero.module import sharded_model
 from tiered.zero.partition import UnitPlan
 from tiered.zero.parts import InMemory, Keep, Muster, OnDrive
 from tiered.zero.placing import place_groups, serving_bytes
@@ -204,14 +205,14 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     ranks by the next backward outside, or by `step`. It costs the bytes of all gradients on every rank, and saves one
     reduction of them for each backward. With one rank it changes nothing. Stage 1 does so by itself.
     """
-    reducer = _sharded(model).reducer
+    reducer = sharded_model(model).reducer
     with reducer.deferring() if reducer is not None else contextlib.nullcontext():
         yield
 
 
 def average(model: nn.Module, value: float) -> float:
     """The mean of `value` over ranks, as for a loss that is shown; every rank calls it. Raises RankError otherwise."""
-    runtime = _sharded(model).runtime
+    runtime = sharded_model(model).runtime
     if not runtime.several:
         return float(value)
     ranks, number = runtime.ranks, float(value)
@@ -220,7 +221,7 @@ def average(model: nn.Module, value: float) -> float:
 
 def stats(model: nn.Module) -> Stats:
     """A frozen snapshot of a sharded model's counters. Raises UsageError for a model that is not sharded."""
-    sharded = _sharded(model)
+    sharded = sharded_model(model)
     sharded.settle()
     sharded.executor.poll()
     runtime, meter = sharded.runtime, sharded.runtime.meter
@@ -254,13 +255,6 @@ def stats(model: nn.Module) -> Stats:
 
 
 # --- inside ---
-
-
-def _sharded(model: nn.Module) -> ShardedModel:
-    sharded = model.__dict__.get(MODEL_ATTRIBUTE) if isinstance(model, nn.Module) else None
-    if not isinstance(sharded, ShardedModel):
-        raise UsageError("this model is not sharded: call tiered.shard(model, config) first")
-    return sharded
 
 
 def _check_config(config: Any) -> None:

@@ -31,7 +31,7 @@ class FakePage:
     def evictable(self) -> bool:
         return self.present and not self.pins
 
-    def begin_fetch(self) -> None:
+    def begin_fetch(self, *, hint: bool = False) -> None:
         assert not self.present, f"page {self.index} is fetched twice"
         self._budget.charge(self.nbytes, f"page {self.index}")
         self.present, self.arrived = True, False
@@ -258,7 +258,7 @@ def test_no_room_for_a_hint_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None
         if page.present:
             page.drop()
 
-    def full() -> None:
+    def full(*, hint: bool = False) -> None:
         raise BudgetError("no staging to spare")
 
     monkeypatch.setattr(run.pages[1], "begin_fetch", full)

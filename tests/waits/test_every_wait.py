@@ -98,6 +98,9 @@ FAILS: dict[tuple[str, str, int], str] = {
     ),
     ("zero/exchange.py", "_ask", 0): f"{EXCHANGE}::test_a_call_waits_for_the_last_rank_to_make_it",
     ("zero/exchange.py", "_ask", 1): f"{EXCHANGE}::test_an_error_ends_a_wait_for_any_of_several_jobs",
+    ("zero/exchange.py", "_take_back", 0): (
+        f"{EXCHANGE}::test_an_interrupt_while_the_action_of_a_call_goes_on_is_raised_when_that_has_ended"
+    ),
     ("zero/exchange.py", "wait", 0): (
         f"{EXCHANGE}::test_who_waits_for_a_job_says_so_to_the_others_and_is_counted_as_stalled"
     ),
@@ -151,7 +154,7 @@ FAILS: dict[tuple[str, str, int], str] = {
     ),
     ("zero/traffic.py", "_gather", 1): (f"{OF_RANKS}::test_a_rank_sends_its_own_shard_when_it_has_come_to_the_device"),
     ("zero/traffic.py", "_gather", 2): f"{TRAFFIC}::test_on_a_gpu_what_one_rank_wants_comes_through_the_host",
-    ("zero/traffic.py", "_shard", 0): (
+    ("zero/traffic.py", "_read", 0): (
         f"{OF_RANKS}::test_a_shard_that_another_rank_wants_is_sent_when_the_drive_has_read_it"
     ),
     ("zero/traffic.py", "arrive", 0): (

@@ -9,6 +9,7 @@ import gc
 import itertools
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -314,23 +315,6 @@ def test_a_wait_for_jobs_that_no_rank_can_do_any_more_is_refused_and_leaves_call
         assert (before, after) == ([0, 0, 1], [1, 1, 0])
 
 
-def test_a_wait_for_any_of_several_jobs_that_a_round_speaks_of_is_over_when_the_round_is() -> None:
-    with sides(2) as made:
-        side, job, outcome = made[0], Completion(), []
-        held = Held(side, lambda header: header.call is Call.ROOM)
-
-        def wait() -> None:
-            outcome.append((side.exchange.any_of([job], "room"), held.gone.is_set()))
-
-        waiting = threading.Thread(target=wait, daemon=True)
-        waiting.start()
-        held.await_it()
-        with held.letting_go_soon():
-            job.finish()
-            waiting.join(LIMIT_S)
-        assert outcome == [(True, True)]
-
-
 def test_an_error_ends_a_wait_for_any_of_several_jobs() -> None:
     with sides(2) as made:
 
@@ -523,10 +507,14 @@ def test_an_action_takes_back_what_this_rank_alone_has_offered() -> None:
             return side.together(Call.BACKWARD, lambda: side.exchange.withdraw(Flag.GRADIENT))
 
         assert made.run(meet) == [[0, 1], []]
-        assert [job.done() for job in jobs[0]] == [False, False, True]
+        for job in jobs[0][:2]:  # whoever waits for one of them hears of it
+            with pytest.raises(tiered.RankError, match="taken back"):
+                job.wait(LIMIT_S)
+        assert jobs[0][2].done()
+        before = [side.carrier.asked("reduce") for side in made]
         waits(*(side.offer(0) for side in made))
         made.world.await_rounds(3)
-        assert [job.done() for job in jobs[0]] == [False, False, True]
+        assert [side.carrier.asked("reduce") for side in made] == [[*each, "offered"] for each in before]
 
 
 # --- what fails ---
@@ -582,6 +570,24 @@ def test_an_interrupt_in_a_call_is_raised_and_ends_the_rounds_of_every_rank() ->
         made[1].ended()
         with pytest.raises(tiered.RankError):
             made[1].together(Call.STEP)
+
+
+def test_an_interrupt_while_the_action_of_a_call_goes_on_is_raised_when_that_has_ended() -> None:
+    with sides(2) as made:
+        ended = threading.Event()
+
+        def act() -> None:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(HELD_S)
+            ended.set()
+
+        other = threading.Thread(target=lambda: made[1].together(Call.STEP), daemon=True)
+        other.start()
+        with pytest.raises(KeyboardInterrupt):
+            made[0].together(Call.STEP, act)
+        assert ended.is_set()
+        other.join(LIMIT_S)
+        made.run(lambda side: side.together(Call.VALUES))  # the call was made, so the ranks go on
 
 
 def test_an_interrupt_while_a_job_is_waited_for_leaves_the_job_as_it_is() -> None:

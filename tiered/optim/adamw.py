@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -31,18 +32,16 @@ import torch
 
 from tiered.device.interrupt import uninterrupted
 from tiered.errors import ConfigError, UsageError
-from tiered.optim import kernels, pipeline, resident
-from tiered.optim.kernels import Segment
+from tiered.optim import hyperparameters, pipeline, resident, update
 from tiered.optim.outcome import Outcome
 from tiered.optim.plan import StepPlan, plan_step, within
 from tiered.optim.scaler import LossScaler
 from tiered.optim.state import export_state, import_state
 from tiered.zero.agreement import Call
 from tiered.zero.compiled import uncompiled
-from tiered.zero.group import ParamGroup
 from tiered.zero.guard import home_of, is_sharded
 from tiered.zero.home import ParamHome
-from tiered.zero.model import STATE_KINDS, ShardedModel
+from tiered.zero.model import ShardedModel
 from tiered.zero.unit import refuse_copy
 
 
@@ -105,7 +104,7 @@ class AdamW(torch.optim.Optimizer):
         if group["params"] and all(isinstance(p, tuple) for p in group["params"]):  # named_parameters()
             group["param_names"] = [name for name, _ in group["params"]]
             group["params"] = [param for _, param in group["params"]]
-        _check_hyperparameters(group)
+        hyperparameters.check(group)
         homes: dict[int, ParamHome] = {}
         for param in group["params"]:
             if not is_sharded(param) or not isinstance(home := home_of(param), ParamHome):
@@ -184,7 +183,7 @@ class AdamW(torch.optim.Optimizer):
         self._open_model("load_state_dict()")
         self._settle()
         for given in state_dict["param_groups"]:
-            _check_hyperparameters({**self.defaults, **given})
+            hyperparameters.check({**self.defaults, **given})
         self.model.runtime.together(Call.EDIT, "optimizer.load_state_dict()", lambda: None)
         steps = import_state(self.param_groups, self._homes, state_dict)
         groups = [{**self.defaults, **given} for given in state_dict["param_groups"]]
@@ -195,6 +194,42 @@ class AdamW(torch.optim.Optimizer):
 
     __deepcopy__ = refuse_copy
     __reduce_ex__ = refuse_copy
+
+    # --- what a checkpoint holds besides moments ---
+
+    @property
+    def updates(self) -> int:
+        """Updates taken of the parameter that has had the most."""
+        self._settle()
+        return max(self._steps.values(), default=0)
+
+    def updates_of(self, home: ParamHome) -> int:
+        """Updates taken of one parameter; 0 too where it is not this optimizer's."""
+        self._settle()
+        return self._steps.get(id(home.param), 0)
+
+    def progress(self) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+        """Hyperparameters of each parameter group, with the names of its "params"; and the loss scaler's, if any."""
+        self._settle()
+        groups = []
+        for group in self.param_groups:
+            names = [self._homes[id(param)].name for param in group["params"]]
+            groups.append({**hyperparameters.plain(group), "params": names})
+        return groups, None if self._scaler is None else dataclasses.asdict(self._scaler)
+
+    def take_up(
+        self,
+        updates: Mapping[int, int],
+        groups: Sequence[Mapping[str, Any]] | None,
+        scaler: Mapping[str, Any] | None,
+    ) -> None:
+        """Go on from `updates` (by id of the parameter; the moments are in place), and from `progress` where given."""
+        self._settle()
+        self._steps = {key: count for key, count in updates.items() if key in self._homes and count}
+        for mine, given in zip(self.param_groups, groups or (), strict=False):
+            mine.update(hyperparameters.like(mine, given))
+        if self._scaler is not None and scaler is not None:
+            self._scaler = LossScaler(**scaler)
 
     # --- loss scaling ---
 
@@ -243,7 +278,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _norm(self, having: Sequence[ParamHome], there: Sequence[ParamHome]) -> float:
         """Global L2 norm of the gradients as they are, those of `there` on the device; inf or nan if any is."""
-        outcome = self._on_its_way(resident.norm_partials(_on_device(there))) if there else None
+        outcome = self._on_its_way(resident.norm_partials(update.gradients_on_device(there))) if there else None
         total = 0.0
         for home in having:
             if not home.group.resident:
@@ -252,12 +287,22 @@ class AdamW(torch.optim.Optimizer):
             with self.model.runtime.meter.stalled("norm"):
                 total += outcome.receive()
         if self.model.reducer is not None:
-            total = self.model.reducer.agree(total, [_settings(group) for group in self.param_groups])
+            total = self.model.reducer.agree(total, self._settings())
         return math.sqrt(total) if total >= 0 else math.nan
+
+    def _settings(self) -> list[str]:
+        """What must be the same on every rank for an update to be one, in words."""
+        settings = [f"max_grad_norm={self.max_grad_norm}", f"loss scale {self.loss_scale:g}"]
+        for group in self.param_groups:
+            homes = [self._homes[id(param)] for param in group["params"]]
+            whose = [(home.group.index, home.position, self._steps.get(id(home.param), 0)) for home in homes]
+            number = zlib.crc32(str(whose).encode())
+            settings.append(f"{hyperparameters.described(group)} for {len(homes)} parameters (number {number:08x})")
+        return settings
 
     def _step_there(self, there: Sequence[ParamHome], scale: float) -> None:
         """A step that the device decides on; its outcome is pending then."""
-        norm = resident.norm_partials(_on_device(there)).sqrt() / scale
+        norm = resident.norm_partials(update.gradients_on_device(there)).sqrt() / scale
         verdict = resident.judge(norm, max_norm=self.max_grad_norm, scale=scale)
         plan = plan_step(self.param_groups, self._homes, self._steps)
         with uninterrupted():
@@ -311,7 +356,7 @@ class AdamW(torch.optim.Optimizer):
         indices of groups whose copies on the device have been brought up to date already."""
         model = self.model
         groups = [g for g in model.groups if g.index in plan.segments]
-        states = {g.index: _state(g, model.grads[g.index].dtype) for g in groups if g.resident}
+        states = {g.index: update.flat_state(g, model.grads[g.index].dtype) for g in groups if g.resident}
         here = [g for g in groups if not g.resident]
         step = model.new_step()
         scratch = resident.scratch_for(list(states.values()), verdict)
@@ -324,89 +369,19 @@ class AdamW(torch.optim.Optimizer):
                 for index, state in states.items():
                     resident.update(plan.segments[index], state, verdict, scratch)
 
-        def update(chunk: pipeline.Chunk, tensors: dict[str, torch.Tensor]) -> None:
+        def change(chunk: pipeline.Chunk, tensors: dict[str, torch.Tensor]) -> None:
             begin()
             step.alive()
-            _update_on_host(within(plan.segments[chunk.group.index], chunk.start, chunk.stop), tensors, grad_scale)
+            update.on_host(within(plan.segments[chunk.group.index], chunk.start, chunk.stop), tensors, grad_scale)
 
         model.before_step()
         try:
             for part in step.parts(here):
-                work = [(g, _arrays(g, model.grads[g.index].dtype)) for g in part]
-                pipeline.run(model.runtime.store, model.runtime.meter, work, update, step.updated)
+                work = [(g, update.arrays(g, model.grads[g.index].dtype)) for g in part]
+                pipeline.run(model.runtime.store, model.runtime.meter, work, change, step.updated)
             begin()
             step.finish()
         except BaseException as error:
             model.failure = error if begun else None
             raise
         return step.fresh
-
-
-def _arrays(group: ParamGroup, grad_dtype: torch.dtype) -> list[pipeline.Array]:
-    has_master = "master" in group.blocks
-    arrays = [pipeline.Array("param", group.dtype, write=True, base=group.base("param"))]
-    if has_master:
-        arrays.append(pipeline.Array("master", torch.float32, write=True))
-    arrays += [pipeline.Array(kind, torch.float32, write=True) for kind in STATE_KINDS]
-    return [*arrays, pipeline.Array("grad", grad_dtype, write=False, base=group.base("grad"))]
-
-
-def _state(group: ParamGroup, grad_dtype: torch.dtype) -> resident.State:
-    """The flat tensors of a resident group."""
-    param = group.on_device("param", group.dtype)
-    has_master = "master" in group.blocks
-    return resident.State(
-        master=group.on_device("master", torch.float32) if has_master else param,
-        exp_avg=group.on_device("exp_avg", torch.float32),
-        exp_avg_sq=group.on_device("exp_avg_sq", torch.float32),
-        grad=group.on_device("grad", grad_dtype),
-        param_out=param if has_master else None,
-    )
-
-
-def _on_device(homes: Sequence[ParamHome]) -> list[torch.Tensor]:
-    """The gradients of parameters of resident groups, as far as this rank owns them; 1-D views."""
-    flats = []
-    for home in homes:
-        start, stop = home.group.spec.owned_shard(home.slot, home.group.runtime.ranks.rank)
-        flats.append(home.group.on_device("grad", home.grads.dtype)[start:stop])
-    return flats
-
-
-def _update_on_host(segments: list[Segment], tensors: dict[str, torch.Tensor], grad_scale: float) -> None:
-    """Update one chunk; `segments` count from its start."""
-    for segment in segments:
-        if segment.step == 1:  # the moments may be of another optimizer, or of before a load
-            for kind in STATE_KINDS:
-                tensors[kind][segment.start : segment.stop].zero_()
-    kernels.adamw(
-        segments,
-        master=tensors["master"] if "master" in tensors else tensors["param"],
-        exp_avg=tensors["exp_avg"],
-        exp_avg_sq=tensors["exp_avg_sq"],
-        grad=tensors["grad"],
-        grad_scale=grad_scale,
-        param_out=tensors["param"] if "master" in tensors else None,
-    )
-
-
-def _settings(group: Mapping[str, Any]) -> str:
-    """What of a parameter group an update is made of, but for the parameters."""
-    return " ".join(f"{name}={group[name]}" for name in ("lr", "betas", "eps", "weight_decay", "maximize"))
-
-
-def _check_hyperparameters(group: dict[str, Any]) -> None:
-    betas = group["betas"]
-    checks = {
-        "lr": float(group["lr"]) >= 0,
-        "betas": len(betas) == 2 and all(0 <= float(b) < 1 for b in betas),
-        "eps": float(group["eps"]) >= 0,
-        "weight_decay": float(group["weight_decay"]) >= 0,
-    }
-    for name, fine in checks.items():
-        if not fine:
-            wanted = "two numbers in [0, 1)" if name == "betas" else "a number >= 0"
-            raise ConfigError(f"{name}={group[name]!r}: use {wanted}")
-    for name, fine in (("amsgrad", False), ("decoupled_weight_decay", True)):
-        if bool(group.get(name, fine)) is not fine:
-            raise ConfigError(f"{name}={group[name]!r}: tiered.AdamW supports {name}={fine}")

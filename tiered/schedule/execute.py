@@ -39,8 +39,9 @@ class Page(Protocol):
     def evictable(self) -> bool:
         """Present, not pinned, and nobody outside holds a view of it."""
 
-    def begin_fetch(self) -> None:
-        """Charge the budget and start bringing it in. Raises MemoryError (a BudgetError is one), nothing started."""
+    def begin_fetch(self, *, hint: bool = False) -> None:
+        """Charge the budget and start bringing it in; a `hint` waits for no memory. Raises MemoryError (a BudgetError
+        is one), nothing started."""
 
     def wait(self) -> None:
         """Return when it is in memory; raises what the fetch raised."""
@@ -203,7 +204,7 @@ class Executor:
         self._evict(actions.evict)
         for index in actions.fetch:
             try:
-                self._pages[index].begin_fetch()
+                self._pages[index].begin_fetch(hint=True)
             except MemoryError:  # of a budget or of the device itself: fetching ahead is a hint, so leave it
                 return
             self._recent[index] = None

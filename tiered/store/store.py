@@ -231,10 +231,10 @@ class TieredStore:
         """Staging buffers that are out: not given back, or retired while their copy is not over."""
         return self._staged + self._arena.in_transit
 
-    def staging(self, nbytes: int, what: str, *, zeros: bool = False) -> Memory:
+    def staging(self, nbytes: int, what: str, *, zeros: bool = False, hint: bool = False) -> Memory:
         """Committed host memory for bytes on their way, its contents undefined without `zeros`; `unstage` or `retire`
-        gives it back. Raises BudgetError where there is no room for it."""
-        memory = self._take(nbytes, what, zeros=zeros)
+        gives it back. Raises BudgetError where there is no room for it; a `hint` waits for nobody to give some back."""
+        memory = self._take(nbytes, what, zeros=zeros, patient=not hint)
         self._staged += 1
         return memory
 
@@ -271,12 +271,12 @@ class TieredStore:
 
     # --- inside ---
 
-    def _take(self, nbytes: int, what: str, *, zeros: bool = False) -> Memory:
+    def _take(self, nbytes: int, what: str, *, zeros: bool = False, patient: bool = True) -> Memory:
         """Charged and committed memory, after making room for it."""
         if not self._arena.reclaim(nbytes):
             self.on_pressure()
         while not self._arena.reclaim(nbytes):
-            if not self._evict(page_ceil(nbytes) - self.host.free) and not self.on_shortage():
+            if not self._evict(page_ceil(nbytes) - self.host.free) and not (patient and self.on_shortage()):
                 break
         return self._arena.take(nbytes, what, zeros=zeros)
 

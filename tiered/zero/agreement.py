@@ -38,7 +38,8 @@ class Call(enum.IntEnum):
     AVERAGE = 6
     CLOSE = 7
     LEAVE = 8
-    ROOM = 9  # not together with anybody: see the file's contract
+    SAVE = 9  # a checkpoint, or load one
+    ROOM = 10  # not together with anybody: see the file's contract
 
 
 class Flag(enum.IntFlag):

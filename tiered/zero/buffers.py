@@ -8,9 +8,14 @@ They are small, used whole, and no parameter: they stay ordinary tensors in the 
 
 from __future__ import annotations
 
+import json
+import zlib
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
+from tiered.errors import RankError
 from tiered.zero.collectives import Ranks
 
 
@@ -33,6 +38,7 @@ class SharedBuffers:
     def share(self, ranks: Ranks, *, all_: bool = False) -> None:
         """Give every rank what has changed on any, or all buffers, as rank 0 has it; on every rank."""
         found = dict(self._module.named_buffers())
+        self._compare(ranks, found)
         changed = [all_ or self._changed(name, buffer) for name, buffer in found.items()]
         if changed and any(united := ranks.any(changed)):
             with torch.no_grad():
@@ -40,9 +46,31 @@ class SharedBuffers:
                     if shared:
                         value = buffer.to("cpu", copy=True).contiguous()
                         ranks.broadcast(value)
-                        if ranks.rank:
-                            buffer.copy_(value)
+                        if ranks.rank and not torch.equal(value, buffer.to("cpu")):
+                            self._take(name, buffer, value)
                         self._known[name] = id(buffer), buffer._version
+
+    def _compare(self, ranks: Ranks, found: Mapping[str, torch.Tensor]) -> None:
+        """Raises RankError where the buffers of ranks are not alike, on every rank."""
+        mine = {name: f"{buffer.dtype} {tuple(buffer.shape)}" for name, buffer in found.items()}
+        digests = ranks.headers(torch.tensor([zlib.crc32(str(mine).encode())], dtype=torch.int64, device="cpu"))
+        if len(set(digests.reshape(-1).tolist())) == 1:
+            return
+        said = [json.loads(text) for text in ranks.texts(json.dumps(mine))]
+        for name in dict.fromkeys(name for one in said for name in one):
+            if len({one.get(name) for one in said}) > 1:
+                told = "; ".join(f"rank {rank}: {one.get(name, 'none')}" for rank, one in enumerate(said))
+                raise RankError(
+                    f"buffer '{name}' is not alike on every rank ({told}): ranks share the values of buffers, so give "
+                    f"what differs by rank to forward, or keep it outside of the module's buffers"
+                )
+
+    def _take(self, name: str, buffer: torch.Tensor, value: torch.Tensor) -> None:
+        try:
+            buffer.copy_(value)
+        except RuntimeError:  # an expanded view, of which no element can be written alone
+            holder = self._module.get_submodule(name.rpartition(".")[0])
+            holder._buffers[name.rpartition(".")[2]] = value.to(buffer.device)
 
     def _changed(self, name: str, buffer: torch.Tensor) -> bool:
         """A norm's own kernels update its statistics without a trace, so those count as changed."""

@@ -24,7 +24,8 @@ from tiered.zero.grads import GroupGrads, Kernels
 from tiered.zero.group import ParamGroup
 from tiered.zero.guard import ATTRIBUTE, GuardedParameter
 from tiered.zero.home import ParamHome
-from tiered.zero.model import MODEL_ATTRIBUTE, STATE_KINDS, ShardedModel, as_sharded_class
+from tiered.zero.model import MODEL_ATTRIBUTE, STATE_KINDS, ShardedModel
+from tiered.zero.module import as_sharded_class
 from tiered.zero.partition import ShardSpec, UnitPlan, find_units, layout
 from tiered.zero.placing import GroupSizes, Placement
 from tiered.zero.resident import ResidentGrads

@@ -9,7 +9,7 @@ collectives.
 
 On CPUs whole tensors go by point-to-point messages straight between the ranks' memory, each pair at once: gloo's own
 all-gather and reduce-scatter copy everything once more (5 and 2.5 times slower for shards of 16 MiB between two
-processes). On GPUs they are NCCL's.
+processes). What all ranks of GPUs want at once is gathered by NCCL.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ _GROUP_SHARE = 0.8  # of the time limit: how long one call waits, so that what t
 
 # one name was given up for the other in torch 2.13, and before that there is only the old one
 _gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
-_reduce_single: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
 
 T = TypeVar("T")
 Take = Callable[[int, int, Sequence[torch.Tensor]], None]
@@ -165,9 +164,20 @@ class Ranks:
 
     def headers(self, mine: torch.Tensor) -> torch.Tensor:
         """Every rank's `mine` (n bytes, on the host): N x n, in order of ranks."""
+        if self.size == 1:
+            return mine.view(1, -1)
         everybody = torch.empty(self.size * mine.numel(), dtype=mine.dtype, device="cpu")
         _gather_single(everybody, mine, group=self._group)
         return everybody.view(self.size, -1)
+
+    def texts(self, mine: str) -> list[str]:
+        """What every rank says, of any length, in order of ranks."""
+        data = mine.encode()
+        sizes = self.headers(torch.tensor([len(data)], dtype=torch.int64, device="cpu")).reshape(-1).tolist()
+        row = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+        row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+        rows = self.headers(row) if len(row) else row.view(self.size, 0)
+        return [bytes(one[:size].numpy()).decode() for one, size in zip(rows, sizes, strict=True)]
 
     def unite(
         self, whole: torch.Tensor | None, own: torch.Tensor, spans: Sequence[tuple[int, int]], wanting: Sequence[int]
@@ -202,12 +212,6 @@ class Ranks:
     def all_gather(self, flat: torch.Tensor) -> None:
         """Fill `flat` (N x S elements, on a GPU) with every rank's slice of it; this rank's is in place."""
         _gather_single(flat, flat.chunk(self.size)[self.rank], group=self._group)
-
-    def reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks of this rank's slice of `flat` (N x S elements, on a GPU): S elements."""
-        shard = torch.empty(flat.numel() // self.size, dtype=flat.dtype, device=flat.device)
-        _reduce_single(shard, flat, group=self._group)
-        return shard
 
     def exchange_slices(
         self, jobs: list[Slicing], scratch: Sequence[torch.Tensor], zeros: torch.Tensor
@@ -291,12 +295,22 @@ class Ranks:
             shared = torch_distributed.PrefixStore(
                 "default_pg", store
             )  # as torch names it, should another rank have done this itself
+            self._await(store, rank, size)
             dist.init_process_group(self._wanted, store=shared, rank=rank, world_size=size)
         except RuntimeError as error:
             raise RankError(
-                f"not all of {os.environ['WORLD_SIZE']} ranks joined within {self._timeout_s:g} s "
+                f"joining for shard(): not all of {os.environ['WORLD_SIZE']} ranks joined within {self._timeout_s:g} s "
                 f"({first_line(error)}): start them together, or raise rank_timeout_s"
             ) from error
+
+    def _await(self, store: Any, rank: int, size: int) -> None:
+        """Wait until every rank has come to the store, which torch would do for minutes where a launcher keeps it."""
+        store.set(f"tiered/joining/{rank}", "")
+        end = time.monotonic() + self._timeout_s
+        while missing := [other for other in range(size) if not store.check([f"tiered/joining/{other}"])]:
+            if time.monotonic() > end:
+                raise RuntimeError(f"ranks {missing} did not come")
+            time.sleep(_LOOK_S)
 
     def _send(self, data: torch.Tensor, rank: int) -> list[Any]:
         return [dist.isend(piece, rank, group=self._group, tag=tag) for tag, piece in _pieces(data)]

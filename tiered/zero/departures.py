@@ -78,6 +78,13 @@ class Departures:
         if viewed:  # somebody has kept a view of p.grad: as in torch, it shows the sum when backward is over
             self.drain()
 
+    def land_one(self) -> bool:
+        """Wait for the oldest gradient on its way, which gives its memory back; False where there is none."""
+        if not self._queue:
+            return False
+        self._land()
+        return True
+
     def drain(self) -> None:
         """Wait until every gradient on its way has been added; raises the first failure, after all have landed."""
         failure: BaseException | None = None

@@ -77,7 +77,7 @@ class _Asked:
     action: Callable[[], None]
     closes: bool = False
     unless: Sequence[Ticket] = ()  # it is no more asked for once one of these is done
-    said: bool = False  # to the other ranks, in the round that is going on
+    acting: bool = False  # the action has begun
     done: Completion = dataclasses.field(default_factory=Completion)
 
     @property
@@ -157,16 +157,18 @@ class Exchange:
                 if asked.done.done():
                     asked.done.wait()
             except BaseException as error:
-                if not asked.done.done():  # Ctrl-C: the others would wait for an answer that this rank cannot give
+                self._take_back(asked)  # first: its action may be going on
+                if not asked.done.done() and not asked.unless:  # Ctrl-C: the others wait for what this rank cannot give
                     self._fail(RankError(f"rank {self.ranks.rank} was interrupted in {doing}"), error)
                 raise
 
     def _take_back(self, asked: _Asked) -> None:
-        """It is no more asked for, unless it has been answered."""
+        """It is no more asked for, unless it has been answered; an action that is going on is waited for."""
         with self._changed:
-            self._changed.wait_for(lambda: not asked.said or self._failure is not None)
-            if self._asked is asked:
+            if self._asked is asked and not asked.acting:
                 self._asked = None
+        if asked.acting:
+            settled(asked.done)
 
     def retract(self, flag: Flag, group: int) -> bool:
         """Take back what was offered, if it has not begun: True where it never will."""
@@ -245,10 +247,10 @@ class Exchange:
     def withdraw(self, flag: Flag) -> list[int]:
         """In the action of a call: take back what this rank has offered and not all have; returns the groups."""
         with self._changed:
-            groups = [group for kind, group in self._jobs if kind is flag]
-            for group in groups:
-                del self._jobs[flag, group]
-        return groups
+            jobs = {group: self._jobs.pop((kind, group)) for kind, group in list(self._jobs) if kind is flag}
+        for job in jobs.values():
+            job.done.finish(RankError("it was taken back"))
+        return list(jobs)
 
     def _rounds(self) -> None:
         idle = _IDLE_S[0]
@@ -259,7 +261,7 @@ class Exchange:
                     header, jobs, asked = self._say()
                 if not self._round(header, jobs, asked):
                     break
-                self._over(jobs, asked)
+                self._over(jobs)
                 busy = jobs or asked is not None or self._served  # whoever wanted something may want more
                 idle = _IDLE_S[0] if busy else min(2 * idle, _IDLE_S[1])
         except BaseException as error:
@@ -284,13 +286,11 @@ class Exchange:
         self._carry_out(decided, jobs, asked)
         return True
 
-    def _over(self, jobs: dict[tuple[Flag, int], _Job], asked: _Asked | None) -> None:
+    def _over(self, jobs: dict[tuple[Flag, int], _Job]) -> None:
         """A round is over. (Here, since no frame that lives on may hold a job: it would keep the model.)"""
         with self._changed:
             for job in jobs.values():
                 job.said = False
-            if asked is not None:
-                asked.said = False
             self._changed.notify_all()
 
     def _carry_out(self, decided: Conclusion, jobs: dict[tuple[Flag, int], _Job], asked: _Asked | None) -> None:
@@ -299,15 +299,24 @@ class Exchange:
             self._move(decided, jobs)
         refused = decided.refused and asked is not None and asked.call is Call.ROOM
         if asked is not None and (decided.granted or refused):
-            self._closed |= asked.closes
-            try:
-                asked.action()
-            except TieredError as error:  # this rank's own; what a connection raises fails everything alike
-                self._asked = None
-                asked.done.finish(error)
-                raise
+            with self._changed:
+                asked.acting = self._asked is asked
+            if asked.acting:
+                self._act(asked)
+            elif decided.granted:
+                raise RankError(f"rank {self.ranks.rank} was interrupted in a call that every rank made")
+
+    def _act(self, asked: _Asked) -> None:
+        """Answer the call."""
+        self._closed |= asked.closes
+        try:
+            asked.action()
+        except TieredError as error:  # this rank's own; what a connection raises fails everything alike
             self._asked = None
-            asked.done.finish()
+            asked.done.finish(error)
+            raise
+        self._asked = None
+        asked.done.finish()
 
     def _move(self, decided: Conclusion, jobs: dict[tuple[Flag, int], _Job]) -> None:
         carrier = self._carrier() if self._carrier is not None else None
@@ -340,8 +349,6 @@ class Exchange:
             flags[group] |= flag
             job.said = True
         asked = self._asked if self._asked is not None and self._asked.speaks else None
-        if asked is not None:
-            asked.said = True
         leaving = self._stopping or self._failure is not None
         call = Call.LEAVE if leaving else asked.call if asked is not None else Call.NONE
         doing, computing, waited, quiet = self._state.seen()
@@ -390,10 +397,11 @@ class Exchange:
             if self._failure is None:
                 failure.__cause__ = cause.with_traceback(None) if cause is not failure else None
                 self._failure = failure.with_traceback(None)  # whose frames would keep the model
-            jobs, self._jobs = list(self._jobs.values()), {}
+            over = {key: job for key, job in self._jobs.items() if self.aboard or not job.said}
+            self._jobs = {key: job for key, job in self._jobs.items() if key not in over}  # which a round is about
             asked, self._asked = self._asked, None
             self._changed.notify_all()
-        waiting = [job.done for job in jobs] + ([asked.done] if asked is not None else [])
+        waiting = [job.done for job in over.values()] + ([asked.done] if asked is not None else [])
         for completion in waiting:
             completion.finish(self._failure)
 

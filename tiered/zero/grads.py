@@ -9,7 +9,7 @@ Invariants:
 1. A first gradient replaces, later ones add: whether a parameter has one is a flag of this class and of nothing else.
 2. `sums[i]` is the sum of squares of what the block holds for parameter i, or None where it has to be measured again.
 3. A gradient never leaves the device in a wider dtype than it is accumulated in: it is rounded first, wherever it is.
-With several ranks, `zero.reduced` has what differs.
+With several ranks, `zero.shared` has what differs.
 """
 
 from __future__ import annotations

@@ -151,13 +151,13 @@ class ParamGroup:
         free = self.nbytes > 0 and self.present and not self._pins
         return free and (self._passage is not None or not self.buffer.exported())  # on its way: only what carries it
 
-    def begin_fetch(self) -> None:
-        """Charge the device budget and start gathering into the buffer."""
+    def begin_fetch(self, *, hint: bool = False) -> None:
+        """Charge the device budget and start gathering into the buffer; a `hint` waits for no memory."""
         with uninterrupted():
             self.runtime.budget.charge(self.nbytes, f"group '{self.name}'")
             try:
                 self.runtime.device.commit(self.buffer)
-                self._passage = passage = Passage(self.runtime, self.blocks["param"], self.buffer)
+                self._passage = passage = Passage(self.runtime, self.blocks["param"], self.buffer, hint=hint)
             except BaseException:
                 self._give_back()
                 raise

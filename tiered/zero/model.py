@@ -13,7 +13,6 @@ import contextlib
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from torch import nn
 from tiered.config import Config, format_size
 from tiered.device.host import available_bytes
 from tiered.device.memory import page_ceil
-from tiered.errors import BudgetError, TieredError, UsageError
+from tiered.errors import BudgetError, UsageError
 from tiered.schedule.execute import Executor
 from tiered.schedule.trace import Phase
 from tiered.store.block import Block, BlockKey
@@ -29,7 +28,6 @@ from tiered.store.store import WINDOW_BYTES
 from tiered.store.tier import Tier
 from tiered.zero import buffers, residence, statedict, truth
 from tiered.zero.agreement import Call
-from tiered.zero.compiled import uncompiled
 from tiered.zero.departures import Departures
 from tiered.zero.grads import GroupGrads, Kernels
 from tiered.zero.group import ParamGroup
@@ -41,7 +39,7 @@ from tiered.zero.resident import ResidentGrads
 from tiered.zero.room import DeviceRoom
 from tiered.zero.runtime import Runtime
 from tiered.zero.step import SharedStep, Step
-from tiered.zero.unit import Unit, refuse_copy
+from tiered.zero.unit import Unit
 
 MODEL_ATTRIBUTE = "_tiered_model"  # on the root module: its ShardedModel
 STATE_KINDS = ("exp_avg", "exp_avg_sq")
@@ -83,9 +81,9 @@ class ShardedModel:
             self.reducer = Reducer(
                 runtime.traffic.exchange, self.departures, module, runtime.stage, runtime.store, self.reserve
             )
-            runtime.store.on_shortage = self.reducer.relieve
         self.executor = Executor(groups, self.room, runtime.meter, stale=not runtime.in_place)
         runtime.store.on_pressure = self._settle_hints
+        runtime.store.on_shortage = self._relieve
         for group in groups:
             group.executor = self.executor
 
@@ -93,6 +91,13 @@ class ShardedModel:
         traffic = self.runtime.traffic
         if traffic is None or not traffic.exchange.aboard:  # there nobody can be waited for
             self.executor.settle()
+
+    def _relieve(self) -> bool:
+        """Host memory is short: wait for some to come back. False where none will."""
+        traffic = self.runtime.traffic
+        if traffic is not None and traffic.exchange.aboard:
+            return False
+        return self.departures.land_one() or (self.reducer is not None and self.reducer.relieve())
 
     # --- states ---
 
@@ -231,6 +236,25 @@ class ShardedModel:
             raise
         self.reducer.stepped()
 
+    @contextlib.contextmanager
+    def computing(self, doing: str) -> Iterator[None]:
+        """Other ranks are told that this one is busy inside."""
+        traffic = self.runtime.traffic
+        with traffic.exchange.within(doing, computing=True) if traffic is not None else contextlib.nullcontext():
+            yield
+
+    def reloaded(self) -> None:
+        """The truth of every group has been replaced, on every rank: stale copies go."""
+        if self.runtime.traffic is not None:
+            self.runtime.traffic.exchange.open()
+        for group in self.groups:
+            group.refresh()
+
+    def alive(self, doing: str) -> None:
+        """Other ranks are told that `doing` goes on."""
+        if self.runtime.traffic is not None:
+            self.runtime.traffic.exchange.computing(doing)
+
     def new_step(self) -> Step:
         """A step begins."""
         traffic = self.runtime.traffic
@@ -342,49 +366,3 @@ def _replace_with_meta(root: nn.Module, param: nn.Parameter, home: ParamHome) ->
         for name, held in module._parameters.items():
             if held is param:
                 module._parameters[name] = new
-
-
-class ShardedModule(nn.Module):
-    """What the root module's class gains while it is sharded: `with`, and refusals by name."""
-
-    def __enter__(self) -> ShardedModule:
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        model: ShardedModel | None = self.__dict__.get(MODEL_ATTRIBUTE)
-        if model is None:
-            return
-        if kind is not None and model.runtime.traffic is not None:  # the other ranks cannot be waited for
-            model.runtime.traffic.exchange.idle(f"close(), after {kind.__name__}: {error}")
-            model.close(keep_weights=False)
-            return
-        try:
-            model.close(keep_weights=True)
-        except TieredError:
-            if kind is None:
-                raise
-            model.close(keep_weights=False)  # the error on its way out matters more
-
-    @uncompiled
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch.nn.Module.zero_grad, without bringing in the gradients only to drop them."""
-        model: ShardedModel | None = self.__dict__.get(MODEL_ATTRIBUTE)
-        for home in model.homes if model is not None else ():
-            home.clear_grad(set_to_none)
-        for param in self.parameters():
-            if ATTRIBUTE not in param.__dict__ and param.grad is not None:  # added after the model was sharded
-                param.grad = None if set_to_none else torch.zeros_like(param.grad)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
-        raise UsageError(
-            "to(), half(), float(), cuda() and the like would replace sharded parameters: choose device and dtype in "
-            "tiered.Config, or call tiered.close(model) first"
-        )
-
-    __deepcopy__ = refuse_copy
-    __reduce_ex__ = refuse_copy
-
-
-def as_sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """`cls` with ShardedModule mixed in; same name, so that it prints as before."""
-    return type(cls.__name__, (ShardedModule, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})

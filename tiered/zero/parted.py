@@ -46,13 +46,19 @@ class PartedGrad(torch.Tensor):
             for tensor in args[0]:
                 tensor.zero_()
             return None
-        _refuse(next(_parted((*args, *(kwargs or {}).values()))))
+        _refuse(next(_parted((*args, *(kwargs or {}).values())), None))
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes a keyword of its own printing code
         return f"PartedGrad(of group '{self._name}', shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
+    def _read(self, *_: Any, **__: Any) -> NoReturn:
         _refuse(self)
+
+    # what torch does without asking __torch_dispatch__
+    __deepcopy__ = __dlpack__ = __array__ = numpy = tolist = item = data_ptr = untyped_storage = storage = _read
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _refuse(self)
@@ -66,8 +72,9 @@ def _parted(values: Any) -> Iterator[PartedGrad]:
             yield from _parted(value)
 
 
-def _refuse(grad: PartedGrad) -> NoReturn:
+def _refuse(grad: PartedGrad | None) -> NoReturn:
+    whose = f"group '{grad._name}'" if grad is not None else "a sharded model"
     raise UsageError(
-        f"reading the gradient of a parameter of group '{grad._name}', or changing it, is not supported with several "
+        f"reading the gradient of a parameter of {whose}, or changing it, is not supported with several "
         f"ranks, since none has all of it: use AdamW(max_grad_norm=...) to clip and optimizer.grad_norm to look"
     )

@@ -21,8 +21,9 @@ from tiered.zero.runtime import Runtime
 class Passage:
     """See the file's contract; it has started once it exists."""
 
-    def __init__(self, runtime: Runtime, block: Block, buffer: Buffer) -> None:
-        """`buffer` has its memory. Raises BudgetError, with nothing started, where there is no room for staging."""
+    def __init__(self, runtime: Runtime, block: Block, buffer: Buffer, *, hint: bool) -> None:
+        """`buffer` has its memory. Raises BudgetError, with nothing started, where there is no room for staging; a
+        `hint` waits for none."""
         self._runtime = runtime
         self._block = block
         self._buffer = buffer
@@ -39,7 +40,8 @@ class Passage:
             runtime.store.release(block)
             self._upload(source, ready)
             return
-        self._staging = staging = runtime.store.staging(block.nbytes, f"{block.key} on its way to the device")
+        what = f"{block.key} on its way to the device"
+        self._staging = staging = runtime.store.staging(block.nbytes, what, hint=hint)
         try:
             self.issued = after(runtime.store.read(block, staging), lambda: self._upload(staging, ready))
         except BaseException:

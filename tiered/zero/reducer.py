@@ -27,7 +27,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from tiered.device.interrupt import interruptible
 from tiered.device.memory import Memory
+from tiered.errors import RankError
 from tiered.store.store import TieredStore
 from tiered.zero.agreement import Call, Flag
 from tiered.zero.buffers import SharedBuffers
@@ -67,6 +69,7 @@ class Reducer:
         self._relieving = False
         self._nested = False  # parts of it run backwards of their own
         self._uses: collections.Counter[int] = collections.Counter()  # of each group, since a backward ended
+        self._training: bool | None = None  # the outermost forward that is going on records a graph
 
     def start(self, grads: Sequence[SharedGrads]) -> None:
         """Reduce these, and give every rank the buffers of rank 0."""
@@ -121,9 +124,17 @@ class Reducer:
             return
         self.outside_backward()
         self._exchange.check()
-        self._uses.update(groups)
-        with self._exchange.within(f"the forward of '{label}'", computing=True):
-            yield
+        before = self._training
+        if before is None:
+            self._training = torch.is_grad_enabled()
+        if self._training:
+            self._uses.update(groups)
+            self._nested |= not torch.is_grad_enabled()  # a checkpoint that will run a backward of its own
+        try:
+            with self._exchange.within(f"the forward of '{label}'", computing=True):
+                yield
+        finally:
+            self._training = before
 
     def outside_backward(self) -> None:
         """Called where no backward is going on: one that was has failed."""
@@ -140,7 +151,10 @@ class Reducer:
             self._left = True
         else:
             again = f", tried again after it failed {self._failed} times half way" if self._failed else ""
-            self._meet(f"the end of backward {self.backwards} of a step{again}")
+            try:
+                self._meet(f"the end of backward {self.backwards} of a step{again}")
+            finally:
+                self._exchange.idle(f"backward {self.backwards} of a step")
         self._exchange.idle(f"backward {self.backwards} of a step")
 
     def _over(self) -> None:
@@ -206,8 +220,9 @@ class Reducer:
         return bool(spares)
 
     def relieve(self) -> bool:
-        """Host memory is short: wait until a reduction gives back what it holds. False where none will."""
-        if self._exchange.aboard or self._relieving:
+        """Host memory is short: take back what serves speed alone, or wait until a reduction gives back what it holds.
+        False where none will."""
+        if self._relieving:
             return False
         self._relieving = True
         try:
@@ -224,8 +239,9 @@ class Reducer:
     def _land_some(self) -> bool:
         coming = [done for grads in self._grads if (done := grads.done) is not None]
         doing = "a wait for memory that the gradients of other groups hold until every rank has theirs"
-        if not coming or not self._exchange.any_of(coming, doing):
-            return False
+        with interruptible():
+            if not coming or not self._exchange.any_of(coming, doing):
+                return False
         self._land_done()
         return True
 
@@ -246,7 +262,12 @@ class Reducer:
         again: list[SharedGrads] = []
         for grads in self._grads:
             left, early = [[next(found) for _ in grads.left] for _ in range(2)]
-            undone = next(found)
+            undone, frozen = next(found), next(found)
+            if any(left) and frozen:
+                raise RankError(
+                    f"group '{grads.group.name}' is trained on one rank and frozen on another: set requires_grad alike "
+                    f"on every rank"
+                )
             if any(left) or (any(early) and undone):
                 grads.recall()
                 grads.expected = [either or other for either, other in zip(left, early, strict=True)]
@@ -261,14 +282,14 @@ class Reducer:
 
     def _found_out(self) -> tuple[list[bool], list[int]]:
         """On the communication thread: by group, the parameters of which any rank has something left, those that were
-        reduced early, and whether that is undone on any rank; and the groups whose reduction was offered here and not
-        by all."""
+        reduced early, whether that is undone on any rank, and whether any rank has it frozen; and the groups whose
+        reduction was offered here and not by all."""
         withdrawn = self._exchange.withdraw(Flag.GRADIENT)
         mine: list[bool] = []
         for grads in self._grads:
             being_reduced = grads.reduction is not None and grads.group.index not in withdrawn
             mine += [False] * len(grads.left) if being_reduced else grads.left
-            mine += [*grads.early, not any(grads.early)]
+            mine += [*grads.early, not any(grads.early), "grad" not in grads.group.blocks]
         ranks = self._exchange.ranks
         flags = ranks.any(mine)
         self._buffers.share(ranks)

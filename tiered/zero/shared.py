@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
 
+from tiered.device.interrupt import uninterrupted
 from tiered.device.memory import Memory
 from tiered.device.ticket import Completion
 from tiered.errors import BudgetError, UsageError
@@ -79,14 +81,15 @@ class SharedGrads(GroupGrads):
 
     def offer(self, flags: list[bool]) -> None:
         """Begin to reduce the parameters of `flags`: every rank does. Raises BudgetError, with nothing begun."""
-        reduction = self._prepare(flags)
-        self._offered, self.arrived = self.arrived, [False] * len(self.arrived)
-        self.reduction = reduction
-        try:
-            self._traffic.offer(reduction)
-        except BaseException:
-            self.withdraw()
-            raise
+        with uninterrupted():
+            reduction = self._prepare(flags)
+            self._offered, self.arrived = self.arrived, [False] * len(self.arrived)
+            self.reduction = reduction
+            try:
+                self._traffic.offer(reduction)
+            except BaseException:  # of ranks that are lost: nothing was given
+                self.withdraw()
+                raise
 
     @property
     def done(self) -> Completion | None:
@@ -115,12 +118,13 @@ class SharedGrads(GroupGrads):
         if reduction is None or reduction.done is None:
             return
         self._traffic.exchange.wait(reduction.done, "reduce")
-        self.reduction, self._offered = None, []
-        self._landed(reduction)
-        for position, reduced in enumerate(reduction.flags):
-            if reduced:
-                self.present[position] = True
-                self.sums[position] = reduction.totals[position]
+        with uninterrupted():
+            self.reduction, self._offered = None, []
+            self._landed(reduction)
+            for position, reduced in enumerate(reduction.flags):
+                if reduced:
+                    self.present[position] = True
+                    self.sums[position] = reduction.totals[position]
 
     def abandon(self) -> None:
         """The model is closed, and the ranks are left: forget what is being reduced."""
@@ -129,16 +133,17 @@ class SharedGrads(GroupGrads):
                 self.land()
         self.withdraw()
         self.confirm()
-        self.arrived = [False] * len(self.arrived)
+        self.arrived, self.present = [False] * len(self.arrived), [False] * len(self.present)
         with contextlib.suppress(Exception):  # of a block whose drive has failed
             self._dropped()
 
     def withdraw(self) -> None:
         """The reduction was not carried out, and will not be: what was offered has only arrived."""
-        reduction, self.reduction = self.reduction, None
-        if reduction is not None:
-            self.arrived, self._offered = self._offered, []
-            self._withdrawn(reduction)
+        with uninterrupted():
+            reduction, self.reduction = self.reduction, None
+            if reduction is not None:
+                self.arrived, self._offered = self._offered, []
+                self._withdrawn(reduction)
 
     @property
     def left(self) -> list[bool]:
@@ -151,7 +156,9 @@ class SharedGrads(GroupGrads):
         if not (self.present[position] or self.left[position]):
             return None
         shape, device = self.group.spec.slots[position].shape, self.group.runtime.device.torch_device
-        return PartedGrad(self.group.name, shape, self.dtype, device, functools.partial(self.zero, position))
+        return PartedGrad(
+            self.group.name, shape, self.dtype, device, functools.partial(_zero, weakref.ref(self), position)
+        )
 
     def replace(self, position: int, grad: torch.Tensor | None) -> None:
         if grad is not None:
@@ -194,6 +201,11 @@ class SharedGrads(GroupGrads):
 
     def _dropped(self) -> None:
         raise NotImplementedError
+
+
+def _zero(grads: weakref.ref[SharedGrads], position: int) -> None:
+    if (alive := grads()) is not None:
+        alive.zero(position)
 
 
 class PartitionedGrads(SharedGrads):
@@ -271,6 +283,8 @@ class WholeGrads(SharedGrads):
     ) -> None:
         super().__init__(group, dtype, kernels, departures, reducer)
         self._reduced = [False] * len(group.params)  # the own slice is the mean, the others mean nothing
+        self._kept: Memory | None = None  # this rank's slice of means that were kept, and more is to be added to, of
+        self._adding = [False] * len(group.params)
         self._own: Memory | None = None  # the own slice as it was before an early reduction, of
         self._early = [False] * len(group.params)
 
@@ -299,32 +313,53 @@ class WholeGrads(SharedGrads):
         self.drain()
         self.recall()
         if self.present[position]:
-            slot = self.group.spec.slots[position]
-            with self.group.runtime.store.pinned(self.block, dirty=True) as memory:
-                memory.view(self.dtype, slot.start, slot.stop).zero_()
+            self._clear(position)
+            self._adding[position] = False
             self.sums[position] = None
+
+    def _clear(self, position: int) -> None:
+        slot = self.group.spec.slots[position]
+        with self.group.runtime.store.pinned(self.block, dirty=True) as memory:
+            memory.view(self.dtype, slot.start, slot.stop).zero_()
 
     def _place(self, position: int) -> tuple[torch.Tensor, bool]:
         slot = self.group.spec.slots[position]
         memory = self.group.runtime.store.acquire(self.block, fresh=not any(self.present))
-        add = self._as_own(memory, position)
+        try:
+            add = self._open(memory, position)
+        except BaseException:
+            self.group.runtime.store.release(self.block, dirty=True)
+            raise
         self.present[position] = self.arrived[position] = True
         return memory.view(self.dtype, slot.start, slot.stop), add
+
+    def undo(self, position: int, had: bool) -> None:
+        super().undo(position, had)
+        if not had and self._adding[position]:
+            self._clear(position)
+        else:
+            self.present[position] = had
 
     def _leave(self) -> None:
         self.group.runtime.store.release(self.block, dirty=True)
 
     def _prepare(self, flags: list[bool]) -> Reduction:
         memory = self.group.runtime.store.acquire(self.block, fresh=not any(self.present))
-        for position, slot in enumerate(self.group.spec.slots):
-            if flags[position] and not self._as_own(memory, position):
-                memory.view(self.dtype, slot.start, slot.stop).zero_()
-        totals = [0.0] * len(flags)
-        return Reduction(self.group, list(flags), memory, self._slice(memory), [False] * len(flags), totals)
+        try:
+            for position, slot in enumerate(self.group.spec.slots):
+                if flags[position] and not self._open(memory, position):
+                    memory.view(self.dtype, slot.start, slot.stop).zero_()
+        except BaseException:
+            self.group.runtime.store.release(self.block, dirty=True)
+            raise
+        target, add = self._slice(memory), [False] * len(flags)
+        if self._kept is not None:  # the mean goes on top of what was kept
+            target, add = self._kept.view(self.dtype), list(self._adding)
+        return Reduction(self.group, list(flags), memory, target, add, [0.0] * len(flags))
 
     def _offer_early(self) -> None:
         store, nbytes = self.group.runtime.store, self.group.spec.shard_numel * self.dtype.itemsize
-        if not self._reducer.spare(nbytes):
+        if self._kept is not None or not self._reducer.spare(nbytes):
             return
         own = store.staging(nbytes, f"a slice of the gradients of group '{self.group.name}', to be able to undo")
         with store.pinned(self.block) as memory:
@@ -335,9 +370,17 @@ class WholeGrads(SharedGrads):
             self.confirm()
 
     def _landed(self, reduction: Reduction) -> None:
+        if self._kept is not None:
+            kept, own = self._kept.view(self.dtype), self._slice(reduction.whole) if reduction.whole else None
+            for position, reduced in enumerate(reduction.flags):
+                if reduced and own is not None:
+                    start, stop = (edge - self.group.base("grad") for edge in self._held(position))
+                    own[start:stop].copy_(kept[start:stop])
         self._withdrawn(reduction)
         for position, reduced in enumerate(reduction.flags):
             self._reduced[position] |= reduced
+            self._adding[position] &= not reduced
+        self._free_kept()
 
     def _withdrawn(self, reduction: Reduction) -> None:
         reduction.target = reduction.target[:0].clone()
@@ -345,27 +388,32 @@ class WholeGrads(SharedGrads):
 
     def _dropped(self) -> None:
         self._reduced = [old and there for old, there in zip(self._reduced, self.present, strict=True)]
+        self._adding = [old and there for old, there in zip(self._adding, self.present, strict=True)]
+        self._free_kept()
         if not any(self.present) and "grad" in self.group.blocks:
             self.group.runtime.store.discard(self.block)
+
+    def _free_kept(self) -> None:
+        if self._kept is not None and not any(self._adding):
+            kept, self._kept = self._kept, None
+            self.group.runtime.store.unstage(kept)
 
     def _slice(self, memory: Memory) -> torch.Tensor:
         """This rank's own of the whole gradient."""
         base = self.group.base("grad")
         return memory.view(self.dtype, base, base + self.group.spec.shard_numel)
 
-    def _as_own(self, memory: Memory, position: int) -> bool:
-        """Make one parameter's gradient, where there is one, something to be reduced; False where there is none.
-
-        A mean that was kept becomes N times its own slice and nothing elsewhere: summed and divided, it is itself.
-        """
+    def _open(self, memory: Memory, position: int) -> bool:
+        """Make one parameter's gradient something that is added to, before it is reduced: True where there is one. A
+        mean that was kept goes aside: what comes replaces it here, and the next mean is added to it there."""
         if not self.present[position]:
             return False
-        if self._reduced[position]:
-            self._reduced[position] = False
-            slot = self.group.spec.slots[position]
-            whole = memory.view(self.dtype, slot.start, slot.stop)
-            start, stop = self._held(position)
-            own = whole[start - slot.start : stop - slot.start].clone()
-            whole.zero_()
-            whole[start - slot.start : stop - slot.start] = own * self.group.runtime.ranks.size
-        return True
+        if not self._reduced[position]:
+            return True
+        if self._kept is None:
+            nbytes = self.group.spec.shard_numel * self.dtype.itemsize
+            self._kept = self.group.runtime.store.staging(nbytes, f"the gradients of group '{self.group.name}' so far")
+        start, stop = (edge - self.group.base("grad") for edge in self._held(position))
+        self._kept.view(self.dtype, start, stop).copy_(self._slice(memory)[start:stop])
+        self._reduced[position], self._adding[position] = False, True
+        return False

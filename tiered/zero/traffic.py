@@ -2,7 +2,7 @@
 
     gather      a rank's shard in its place in the buffer --> everybody's shards in theirs      (a want)
     serve       this rank's shard, from wherever it lives --> the ranks that want it
-    reduce      every rank's whole gradient --> the mean of this rank's slice                   (an offer)
+    reduce      every rank's whole gradient, or zeros --> the mean of this rank's slice         (an offer)
     complete    every rank's updated shard --> the whole block                                  (an offer)
 
 What is called here on the user's thread gives jobs to the exchange, whose thread carries them out. Invariants:
@@ -24,6 +24,7 @@ from tiered.device.base import Device
 from tiered.device.memory import Memory, page_ceil
 from tiered.device.ticket import Completion, Event
 from tiered.stats import Meter
+from tiered.store.block import Block
 from tiered.store.store import TieredStore
 from tiered.zero.agreement import Flag
 from tiered.zero.collectives import Slicing, Take
@@ -102,6 +103,7 @@ class Traffic:
         window = (exchange.ranks.size - 1) * _WINDOW
         self._scratch = [torch.empty(window, dtype=torch.uint8, device="cpu") for _ in range(2)]
         self._zeros = torch.zeros(_WINDOW, dtype=torch.uint8, device="cpu")
+        self._serving: Memory | None = Memory(largest_shard, committed=True) if largest_shard else None
 
     def start(self, groups: Sequence[ParamGroup], owner: object) -> None:
         """Begin: from now on, while `owner` lives, other ranks are given what they want of `groups`."""
@@ -112,7 +114,7 @@ class Traffic:
         """Leave the ranks, and give back what traffic took. Idempotent."""
         self.exchange.stop()
         self._groups = []
-        self._scratch, self._zeros = [], self._zeros[:0].clone()
+        self._scratch, self._zeros, self._serving = [], self._zeros[:0].clone(), None
         self._store.host.refund(self._charged)
         self._charged = 0
 
@@ -141,23 +143,34 @@ class Traffic:
 
     def gather(self, moves: Sequence[tuple[int, Sequence[int], Gathering | None]]) -> Iterator[int]:
         works: list[list[Any]] = []
+        read: int | None = None  # the place of the group whose shard is in the memory for what comes from a drive
         for index, wanting, gathering in moves:
-            if gathering is None:
-                works.append(self._ranks.post(None, self._shard(index), [], wanting))
-            else:
+            if gathering is not None:
                 works.append(self._gather(gathering, wanting))
+                continue
+            block = self._groups[index].blocks["param"]
+            if self._store.resident(block) and block.memory is not None:
+                shard = block.memory.bytes[: block.nbytes]
+            else:
+                if read is not None:
+                    _finished(works, read)
+                read = len(works)
+                shard = self._read(block)
+            works.append(self._ranks.post(None, shard, [], wanting))
+            del shard
         for position in range(len(works)):
             _finished(works, position)
             yield position
 
     def reduce(self, payloads: Sequence[Reduction]) -> Iterator[int]:
-        jobs = []
-        for reduction in payloads:
-            numel, dtype = reduction.group.spec.numel, reduction.target.dtype
-            self._meter.communicated("reduce_scatter", numel, numel * dtype.itemsize)
-            flat = None if reduction.whole is None else reduction.whole.view(dtype)
-            jobs.append(Slicing(flat, numel // self._ranks.size, dtype, self._taking(reduction)))
-        yield from self._ranks.exchange_slices(jobs, self._scratch, self._zeros)
+        yield from self._ranks.exchange_slices(list(map(self._slicing, payloads)), self._scratch, self._zeros)
+
+    def _slicing(self, reduction: Reduction) -> Slicing:
+        """(A function of its own: no variable of `reduce` keeps a view of what has been reduced.)"""
+        numel, dtype = reduction.group.spec.numel, reduction.target.dtype
+        self._meter.communicated("reduce_scatter", numel, numel * dtype.itemsize)
+        flat = None if reduction.whole is None else reduction.whole.view(dtype)
+        return Slicing(flat, numel // self._ranks.size, dtype, self._taking(reduction))
 
     def complete(self, payloads: Sequence[tuple[ParamGroup, Memory]]) -> Iterator[int]:
         works = []
@@ -170,14 +183,12 @@ class Traffic:
             _finished(works, position)
             yield position
 
-    def _shard(self, index: int) -> torch.Tensor:
-        """This rank's shard of a group, for a rank that wants it."""
-        block = self._groups[index].blocks["param"]
-        if self._store.resident(block) and block.memory is not None:
-            return block.memory.bytes[: block.nbytes]
-        serving = Memory(block.nbytes, committed=True)
-        self._store.read(block, serving).wait()
-        return serving.bytes
+    def _read(self, block: Block) -> torch.Tensor:
+        """This rank's shard of a group, from its drive, for a rank that wants it: good until the next is read."""
+        if self._serving is None or self._serving.nbytes < block.nbytes:
+            raise RuntimeError(f"{block.key} has {block.nbytes} bytes, more than any group that was to be on a drive")
+        self._store.read(block, self._serving).wait()
+        return self._serving.bytes[: block.nbytes]
 
     def _gather(self, gathering: Gathering, wanting: Sequence[int]) -> list[Any]:
         group, passage, ranks = gathering.group, gathering.passage, self._ranks
