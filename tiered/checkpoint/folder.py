@@ -1,0 +1,207 @@
+"""A folder of checkpoint files: which of them count, and how a new set replaces the old one at one instant.
+
+    <path>/
+      manifest.json              what counts; replaced by renaming
+      <id>/rank-<r>.safetensors  the data of one save; `id` is drawn anew for each
+
+    begin -> <id>/ exists -> ranks write -> commit: manifest.json.new is flushed, then renamed -> older ids are removed
+
+Invariants:
+1. Killed at any instant, the folder holds the checkpoint it held before, or the new one, whole.
+2. Whatever no manifest names is refused as a checkpoint, and removed by the next save there.
+3. No link is followed below `path`; nothing outside of it is touched, and nothing in it that is not of this layout.
+4. Files are flushed to the drive before the manifest that names them is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from tiered.checkpoint import manifest
+from tiered.checkpoint.manifest import Manifest
+from tiered.errors import CorruptDataError, StorageError
+
+MANIFEST = "manifest.json"
+_NEW = "manifest.json.new"
+_ID = re.compile(r"[0-9a-f]{16}")
+_DATA = re.compile(r"rank-[0-9]{1,6}\.safetensors")
+_STEP = re.compile(r"step-[0-9]{9,}")
+_LARGEST_MANIFEST = 1 << 30  # bytes
+
+
+class Folder:
+    """See the file's contract."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(os.path.abspath(os.fspath(path)))
+
+    # --- writing ---
+
+    def begin(self) -> str:
+        """Make place for the data of a new save; returns its id. Raises StorageError."""
+        with self._named("a checkpoint cannot be made there"):
+            self.path.mkdir(parents=True, exist_ok=True)
+            _own(self.path)
+            unknown = [entry.name for entry in os.scandir(self.path) if not _ours(entry)]
+            if unknown:
+                raise StorageError(
+                    errno.EEXIST,
+                    f"the folder holds {unknown[0]!r}, which is no part of a checkpoint: give a folder of its own",
+                    str(self.path),
+                )
+            drawn = secrets.token_hex(8)
+            (self.path / drawn).mkdir(mode=0o700)
+            return drawn
+
+    def file(self, drawn: str, rank: int) -> tuple[str, int]:
+        """Make the data file of one rank: its name in the manifest, and a descriptor open for writing."""
+        name = f"{drawn}/rank-{rank}.safetensors"
+        with self._named("a data file cannot be made there"):
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            return name, os.open(self.path / name, flags, 0o600)
+
+    def commit(self, drawn: str, made: Manifest) -> None:
+        """From now on the data of `drawn` is the checkpoint. Raises StorageError; then the old one still is."""
+        data = manifest.encode(made)
+        with self._named("the manifest cannot be written"):
+            flush_folder(self.path / drawn)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path / _NEW)
+            descriptor = os.open(self.path / _NEW, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            try:
+                with os.fdopen(descriptor, "wb") as out:
+                    out.write(data)
+                    out.flush()
+                    os.fsync(out.fileno())
+                os.rename(self.path / _NEW, self.path / MANIFEST)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(self.path / _NEW)
+                raise
+            flush_folder(self.path)
+        self.sweep(keep=drawn)
+
+    def sweep(self, keep: str) -> None:
+        """Remove the data of every other save. What cannot be removed now is by a later one."""
+        with contextlib.suppress(OSError):
+            for entry in list(os.scandir(self.path)):
+                if _ID.fullmatch(entry.name) and entry.name != keep and entry.is_dir(follow_symlinks=False):
+                    self.drop(entry.name)
+
+    def drop(self, drawn: str) -> None:
+        """Remove the data of one save."""
+        with contextlib.suppress(OSError):
+            for entry in list(os.scandir(self.path / drawn)):
+                if _DATA.fullmatch(entry.name):
+                    os.unlink(entry.path)
+            os.rmdir(self.path / drawn)
+
+    def remove(self) -> None:
+        """Remove a whole checkpoint, and its folder where nothing else is in it."""
+        with contextlib.suppress(OSError):
+            os.unlink(self.path / MANIFEST)
+            self.sweep(keep="")
+            os.rmdir(self.path)
+
+    # --- reading ---
+
+    def read(self) -> Manifest:
+        """The checkpoint's manifest, with every file it names there in its size. Raises StorageError where there is no
+        checkpoint, CorruptDataError where it is not sound."""
+        path = self.path / MANIFEST
+        with self._named("no whole checkpoint can be read there"):
+            _own(self.path)
+            with open(path, "rb", opener=_opener) as file:
+                data = file.read(_LARGEST_MANIFEST + 1)
+        if len(data) > _LARGEST_MANIFEST:
+            raise CorruptDataError(0, "not a sound checkpoint manifest: it is too large", str(path))
+        made = manifest.decode(data, str(path))
+        for name, size in made.files.items():
+            descriptor = self.open(name)
+            try:
+                there = os.fstat(descriptor).st_size
+            finally:
+                os.close(descriptor)
+            if there != size:
+                raise CorruptDataError(0, f"the data file has {there} bytes, expected {size}", str(self.path / name))
+        return made
+
+    def open(self, name: str) -> int:
+        """A descriptor of a data file, for reading. Raises StorageError."""
+        path = self.path / name
+        with self._named("the data file cannot be opened"):
+            if path.parent.is_symlink():
+                raise StorageError(errno.ELOOP, "a link is not followed", str(path.parent))
+            descriptor = _opener(str(path), os.O_RDONLY)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise StorageError(errno.EINVAL, "the data file is no regular file", str(path))
+        return descriptor
+
+    @contextlib.contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """What the system says, with the path in it."""
+        try:
+            yield
+        except StorageError:
+            raise
+        except FileNotFoundError as error:
+            raise StorageError(errno.ENOENT, f"{what}: it does not exist", error.filename or str(self.path)) from error
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise StorageError(error.errno or 0, f"{what}: {reason}", error.filename or str(self.path)) from error
+
+
+def newest_first(parent: Path) -> list[Path]:
+    """The checkpoints that `save(keep=...)` has made in a folder, the one committed last first; those never committed
+    are the last."""
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(parent):
+            if _STEP.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                try:
+                    committed = os.lstat(Path(entry.path) / MANIFEST).st_mtime_ns
+                except OSError:
+                    committed = -1
+                found.append((committed, Path(entry.path)))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def flush_folder(path: Path) -> None:
+    """Bring the names in a folder to the drive."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _opener(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
+def _own(path: Path) -> None:
+    """Raises StorageError for a folder that is a link, or that another user could change while it is used."""
+    about = os.lstat(path)
+    if stat.S_ISLNK(about.st_mode):
+        raise StorageError(errno.ELOOP, "the checkpoint folder is a link, which is not followed", str(path))
+    if not stat.S_ISDIR(about.st_mode):
+        raise StorageError(errno.ENOTDIR, "the checkpoint is a file, expected a folder", str(path))
+    if about.st_uid not in (os.geteuid(), 0) or about.st_mode & stat.S_IWOTH:
+        whose = "is writable by everybody" if about.st_mode & stat.S_IWOTH else f"belongs to user {about.st_uid}"
+        raise StorageError(
+            errno.EPERM, f"the checkpoint folder {whose}: copy it to a folder of your own, or chmod o-w it", str(path)
+        )
+
+
+def _ours(entry: os.DirEntry[str]) -> bool:
+    if entry.name in (MANIFEST, _NEW):
+        return entry.is_file(follow_symlinks=False)
+    return bool(_ID.fullmatch(entry.name)) and entry.is_dir(follow_symlinks=False)

@@ -1,0 +1,260 @@
+"""tiered.load: a checkpoint into a sharded model, whatever wrote it.
+
+Each rank reads what it owns, or has whole, from whichever files hold it, through one window.
+
+    look    every rank reads the manifest and compares names and shapes        an error here changes nothing
+    take    every rank overwrites its values and moments, piece by piece       an error here leaves the model torn
+    go on   step counts, hyperparameters, loss scale, buffers; copies on the device are renewed
+
+Invariants:
+1. What does not fit is found before anything is touched, and named.
+2. After a failure half way no step is taken and nothing is saved, until another load succeeds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiered.checkpoint import extra as extras
+from tiered.checkpoint.folder import MANIFEST, Folder, newest_first
+from tiered.checkpoint.manifest import Lone, Manifest, Stored
+from tiered.checkpoint.slices import Reader
+from tiered.errors import RankError, StorageError, TieredError, UsageError
+from tiered.optim.adamw import AdamW
+from tiered.zero.agreement import Call
+from tiered.zero.home import ParamHome
+from tiered.zero.model import STATE_KINDS, ShardedModel
+from tiered.zero.module import sharded_model
+from tiered.zero.partition import overlap
+
+_LOGGER = logging.getLogger("tiered")
+_SHOWN = 8  # names in a message
+
+
+def load(
+    model: nn.Module,
+    optimizer: AdamW | None,
+    path: str | os.PathLike[str],
+    *,
+    names: Mapping[str, str] | None = None,
+    strict: bool = True,
+) -> Any:
+    """Load a checkpoint, of any number of ranks, stage, tiers, budgets and precision; returns its `extra`.
+
+    path: the folder given to `save`; where it holds several (`keep`), the one committed last. optimizer: None takes the
+    values alone. names: for parameters and buffers that are called otherwise in the checkpoint, name here -> name
+    there. strict: raise UsageError where a name is missing there or is not used here; without it they are logged, and
+    what is missing stays as it is. A trained parameter without moments in the checkpoint begins with fresh ones.
+
+    Every rank calls it; extra is what this rank saved, or rank 0 where there was no such rank. Gradients stay as
+    they are. Raises UsageError where names or shapes differ, StorageError where there is no checkpoint or another rank
+    failed to load it, CorruptDataError where its bytes are not those written, RankError where other ranks do not load.
+    """
+    sharded = sharded_model(model)
+    if optimizer is not None and (not isinstance(optimizer, AdamW) or optimizer.model is not sharded):
+        raise UsageError("load(): the optimizer is not a tiered.AdamW of this model: give its own, or None for weights")
+    loading = _Loading(sharded, optimizer, names or {}, strict)
+    loading.together("load(), looking", lambda: loading.look(path), closes=False)
+    loading.together("load()", sharded.before_step, closes=True)  # nobody is given values that are half old
+    sharded.failure = UsageError("a load() that did not end")
+    try:
+        loading.together("load()", loading.take, closes=False)
+    finally:
+        sharded.reloaded()
+    sharded.failure = None
+    loading.go_on()
+    return loading.extra()
+
+
+class _Loading:
+    """One load on one rank."""
+
+    def __init__(self, sharded: ShardedModel, optimizer: AdamW | None, names: Mapping[str, str], strict: bool) -> None:
+        self._sharded = sharded
+        self._optimizer = optimizer
+        self._names = names
+        self._strict = strict
+        self._folder = Folder("")
+        self._made: Manifest | None = None
+        self._found: list[tuple[ParamHome, Stored]] = []
+        self._buffers: list[tuple[torch.Tensor, Lone]] = []
+        self._lone: dict[int, torch.Tensor] = {}  # tensors read, by number
+
+    def together(self, doing: str, part: Callable[[], None], *, closes: bool) -> None:
+        """Do `part` on every rank, and raise on all where it failed on any."""
+        failure: Exception | None = None
+        with self._sharded.computing(doing):
+            try:
+                part()
+            except RankError:
+                raise
+            except (TieredError, OSError, MemoryError) as error:
+                failure = error
+        said = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        runtime = self._sharded.runtime
+        told = runtime.together(Call.SAVE, doing, lambda: runtime.ranks.texts(said), detail=1, closes=closes)
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(told):
+            if text:
+                raise StorageError(0, f"{doing}: failed on rank {rank}: {text}", str(self._folder.path))
+
+    # --- look ---
+
+    def look(self, path: str | os.PathLike[str]) -> None:
+        self._folder = _folder(path)
+        self._made = made = self._folder.read()
+        by_alias = {alias: stored for name, stored in made.parameters.items() for alias in (name, *stored.aliases)}
+        missing, used = [], set()
+        for home in self._sharded.homes:
+            stored = by_alias.get(self._names.get(home.name, home.name))
+            if stored is None:
+                missing.append(home.name)
+                continue
+            used.add(id(stored))
+            if stored.shape != tuple(home.slot.shape):
+                raise UsageError(
+                    f"load(): parameter '{home.name}' has shape {tuple(home.slot.shape)}, but {stored.shape} in the "
+                    f"checkpoint {self._folder.path}"
+                )
+            self._found.append((home, stored))
+        buffers = _buffers(self._sharded.module)
+        theirs = {name: self._names.get(name, name) for name in buffers}
+        missing += [name for name, there in theirs.items() if there not in made.buffers]
+        unexpected = [name for name, stored in made.parameters.items() if id(stored) not in used]
+        unexpected += [name for name in made.buffers if name not in theirs.values()]
+        self._judge(missing, unexpected)
+        for name, there in theirs.items():
+            if there in made.buffers:
+                lone = made.tensors[made.buffers[there]]
+                if lone.shape != tuple(buffers[name].shape):
+                    raise UsageError(
+                        f"load(): buffer '{name}' has shape {tuple(buffers[name].shape)}, but {lone.shape} in the "
+                        f"checkpoint {self._folder.path}"
+                    )
+                self._buffers.append((buffers[name], lone))
+
+    def _judge(self, missing: list[str], unexpected: list[str]) -> None:
+        told = [
+            f"{len(names)} {what} ({', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''})"
+            for names, what in ((missing, "missing in the checkpoint"), (unexpected, "of the checkpoint not used"))
+            if names
+        ]
+        if told and self._strict:
+            raise UsageError(
+                f"load(): {'; '.join(told)}: give names={{name here: name there}} for what was renamed, or strict=False"
+            )
+        if told:
+            _LOGGER.warning("load(): %s", "; ".join(told))
+
+    # --- take ---
+
+    def take(self) -> None:
+        """Overwrite values and moments."""
+        for group in self._sharded.groups:
+            group.absorb()
+        with Reader(self._folder) as reader:
+            for home, stored in self._found:
+                self._value(reader, home, stored)
+                if self._moments_of(home, stored):
+                    for kind in STATE_KINDS:
+                        self._fill(reader, home, stored, kind, kind)
+                self._sharded.alive("load()")
+            for _, lone in self._buffers:
+                self._read(reader, lone)
+            extras.decode(self._extra, lambda number: self._read(reader, self._tensors[number]))
+
+    def _value(self, reader: Reader, home: ParamHome, stored: Stored) -> None:
+        for block in ("param", "master"):
+            if block in home.group.blocks:
+                self._fill(reader, home, stored, "value", block)
+
+    def _fill(self, reader: Reader, home: ParamHome, stored: Stored, kind: str, block: str) -> None:
+        """Overwrite what this rank has of one parameter in a block."""
+        group, slot = home.group, home.slot
+        base, end = group.span(block)
+        low, high = overlap(slot, base, end)
+        dtype = group.dtype if block == "param" else torch.float32
+        source = stored.kinds[kind]
+        for start, values in reader.windows(source.parts, source.dtype, low - slot.start, high - slot.start):
+            data = values.to(dtype).contiguous().view(torch.uint8)
+            group.runtime.store.patch(group.blocks[block], data, (slot.start + start - base) * dtype.itemsize)
+            if block == "param" and group.runtime.in_place and group.nbytes and group.present:  # a copy that stays
+                group.buffer.write(data, (slot.start + start) * dtype.itemsize)
+
+    def _moments_of(self, home: ParamHome, stored: Stored) -> bool:
+        kinds = set(STATE_KINDS)
+        return self._optimizer is not None and kinds <= stored.kinds.keys() and kinds <= home.group.blocks.keys()
+
+    @property
+    def _tensors(self) -> Sequence[Lone]:
+        return self._made.tensors if self._made is not None else ()
+
+    def _read(self, reader: Reader, lone: Lone) -> torch.Tensor:
+        if id(lone) not in self._lone:
+            out = torch.empty(lone.part.stop, dtype=torch.uint8, device="cpu")
+            for start, piece in reader.windows([lone.part], torch.uint8, 0, lone.part.stop):
+                out[start : start + piece.numel()] = piece
+            self._lone[id(lone)] = out.view(lone.dtype).view(lone.shape)
+        return self._lone[id(lone)]
+
+    # --- go on ---
+
+    def go_on(self) -> None:
+        """Everything but the bytes of parameters."""
+        with torch.no_grad():
+            for buffer, lone in self._buffers:
+                buffer.copy_(self._lone[id(lone)])
+        if self._optimizer is not None and self._made is not None:
+            updates = {id(home.param): stored.step for home, stored in self._found if self._moments_of(home, stored)}
+            groups = self._made.groups
+            if groups is not None and len(groups) != len(self._optimizer.param_groups):
+                _LOGGER.warning(
+                    "load(): the checkpoint has %d parameter groups, this optimizer %d: hyperparameters stay",
+                    len(groups),
+                    len(self._optimizer.param_groups),
+                )
+                groups = None
+            self._optimizer.take_up(updates, groups, self._made.scaler)
+            if fresh := [home.name for home, stored in self._found if not self._moments_of(home, stored)]:
+                _LOGGER.info("load(): moments are fresh for %d parameters (%s, ...)", len(fresh), fresh[0])
+        with torch._C.DisableTorchFunctionSubclass():
+            for home, _ in self._found:
+                torch.autograd.graph.increment_version(home.param)
+
+    def extra(self) -> Any:
+        return extras.decode(self._extra, lambda number: self._lone[id(self._tensors[number])])
+
+    @property
+    def _extra(self) -> Any:
+        """What this rank has saved, or rank 0 where there was no such rank."""
+        saved = self._made.extras if self._made is not None else {}
+        return saved.get(str(self._sharded.runtime.ranks.rank), saved.get("0"))
+
+
+def _folder(path: str | os.PathLike[str]) -> Folder:
+    """The folder of the checkpoint that `path` means."""
+    given = Path(os.path.abspath(os.fspath(path)))
+    if not (given / MANIFEST).exists():
+        with contextlib.suppress(IndexError):
+            newest = newest_first(given)[0]
+            if (newest / MANIFEST).exists():
+                return Folder(newest)
+    return Folder(given)
+
+
+def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, each in module.named_modules()
+        for name, buffer in each._buffers.items()
+        if buffer is not None and name not in each._non_persistent_buffers_set
+    }

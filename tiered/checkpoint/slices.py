@@ -1,0 +1,171 @@
+"""The bytes of a checkpoint: data files in the safetensors format, written in one pass and read in pieces.
+
+A file is what safetensors calls one: 8 bytes of length, a JSON header, tensors one after the other; so any tool that
+knows the format can look inside. It is written here because the libraries want all tensors of a file in memory at once.
+Read are the pieces that the manifest names, by ordinary reads: a drive that fails gives an error, where mapped memory
+would give a signal.
+
+Invariants:
+1. At most PIECE_BYTES of a file are in memory at once, in either direction.
+2. What is read has the hash that was written, or CorruptDataError names the file and the offset.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from tiered.checkpoint.folder import Folder
+from tiered.checkpoint.manifest import PIECE_BYTES, Part, hash_of
+from tiered.errors import CorruptDataError, StorageError
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class Entry(NamedTuple):
+    """A tensor of a data file."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Writer:
+    """Writes one data file: `write` for each entry in the order given, then `finish`."""
+
+    def __init__(self, descriptor: int, path: str, entries: Sequence[Entry]) -> None:
+        """Owns `descriptor` from now on. Raises StorageError, UsageError for a dtype that has no name in the format."""
+        self._descriptor = descriptor
+        self._path = path
+        self._at = 0
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for entry in entries:
+            span = [end, end := end + entry.nbytes]
+            header[entry.key] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": span}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self._put(len(text).to_bytes(8, "little") + text)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        os.close(self._descriptor)
+
+    def write(self, nbytes: int, fill: Callable[[torch.Tensor, int], None]) -> tuple[int, tuple[str, ...]]:
+        """Write the next entry, of `nbytes`; `fill(out, at)` gives its bytes from `at` on (1-D uint8). Returns where it
+        starts in the file, and its hashes."""
+        offset, hashes = self._at, []
+        window = torch.empty(min(PIECE_BYTES, nbytes), dtype=torch.uint8, device="cpu")
+        for at in range(0, nbytes, PIECE_BYTES):
+            piece = window[: min(PIECE_BYTES, nbytes - at)]
+            fill(piece, at)
+            data = piece.numpy().data
+            hashes.append(hash_of(data))
+            self._put(data)
+        return offset, tuple(hashes)
+
+    def finish(self) -> int:
+        """Bring everything to the drive; returns the bytes of the file."""
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise StorageError(
+                error.errno or 0, f"cannot be flushed: {os.strerror(error.errno or 0)}", self._path
+            ) from error
+        return self._at
+
+    def _put(self, data: bytes | memoryview) -> None:
+        left = memoryview(data)
+        while left:
+            try:
+                count = os.write(self._descriptor, left)
+            except OSError as error:
+                raise StorageError(
+                    error.errno or 0, f"cannot be written: {os.strerror(error.errno or 0)}", self._path
+                ) from error
+            left, self._at = left[count:], self._at + count
+
+
+class Reader:
+    """Reads ranges of parts; keeps the files it has used open until `close`."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._open: dict[str, int] = {}
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def windows(
+        self, parts: Sequence[Part], dtype: torch.dtype, start: int, stop: int
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Elements [start, stop) of a kind, in order: the first one's number, and the values (1-D, of `dtype`), which
+        are good until the next."""
+        size = dtype.itemsize
+        for part in parts:
+            low, high = max(part.start, start), min(part.stop, stop)
+            if low >= high:
+                continue
+            total = (part.stop - part.start) * size
+            first, last = (low - part.start) * size // PIECE_BYTES, -(-(high - part.start) * size // PIECE_BYTES)
+            for number in range(first, last):
+                at = number * PIECE_BYTES
+                piece = self.piece(part.file, part.offset + at, min(PIECE_BYTES, total - at), part.hashes[number])
+                begin = part.start + at // size
+                values = piece.view(dtype)
+                yield max(low, begin), values[max(low - begin, 0) : high - begin]
+
+    def piece(self, file: str, offset: int, nbytes: int, digest: str) -> torch.Tensor:
+        """Bytes of a file (1-D uint8), as they were written."""
+        if file not in self._open:
+            self._open[file] = self._folder.open(file)
+        path = str(self._folder.path / file)
+        out = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        view, done = out.numpy().data, 0
+        while done < nbytes:
+            try:
+                count = os.preadv(self._open[file], [view[done:]], offset + done)
+            except OSError as error:
+                raise StorageError(
+                    error.errno or 0, f"cannot be read: {os.strerror(error.errno or 0)}", path
+                ) from error
+            if not count:
+                raise CorruptDataError(errno.EIO, f"ends at byte {offset + done}, inside of a piece", path)
+            done += count
+        if hash_of(view) != digest:
+            raise CorruptDataError(
+                errno.EIO, f"the {nbytes} bytes at {offset} are not those that were written (xxh3)", path
+            )
+        return out
+
+
+def _named(error: OSError, what: str, path: str) -> StorageError:
+    number = error.errno or 0
+    return StorageError(number, f"{what}: {os.strerror(number)}", path)
