@@ -1,7 +1,10 @@
 """What must be alike on every rank is compared, and named where it is not; what need not be, works."""
 
 import contextlib
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,6 @@ from threaded_ranks import World, ranks_threads, sharded
 from torch import nn
 
 import tiered
-from tiered.zero.collectives import Ranks
 from tiered.zero.model import ShardedModel
 
 WIDTH = 8
@@ -203,12 +205,18 @@ def test_many_small_gradients_on_a_slow_link_keep_to_the_least_budgets(size: int
 # --- joining ---
 
 
-def test_a_rank_that_does_not_join_is_waited_for_as_long_as_the_limit_says() -> None:
-    here: Any = Ranks.__new__(Ranks)
-    here._timeout_s = 0.1
-    store = dist.HashStore()
-    store.set("tiered/joining/1", "")
-    with pytest.raises(RuntimeError, match=r"ranks \[2\] did not come"):
-        here._await(store, 0, 3)
-    store.set("tiered/joining/2", "")
-    here._await(store, 0, 3)
+JOINS = """
+import torch, tiered
+try:
+    tiered.shard(torch.nn.Linear(2, 2), tiered.Config(device="cpu", rank_timeout_s=1))
+except tiered.RankError as error:
+    print(error)
+"""
+
+
+def test_a_rank_that_does_not_join_is_waited_for_as_long_as_the_limit_says_though_a_launcher_keeps_the_store() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0", "WORLD_SIZE": "2"}
+    env = {**os.environ, **place, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    done = subprocess.run([sys.executable, "-c", JOINS], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("joining for shard(): not all of 2 ranks joined within 1 s"), done

@@ -295,22 +295,18 @@ class Ranks:
             shared = torch_distributed.PrefixStore(
                 "default_pg", store
             )  # as torch names it, should another rank have done this itself
-            self._await(store, rank, size)
-            dist.init_process_group(self._wanted, store=shared, rank=rank, world_size=size)
+
+            def join() -> bool:
+                dist.init_process_group(self._wanted, store=shared, rank=rank, world_size=size)
+                return True
+
+            if _bounded(join, self._timeout_s) is None:  # torch would wait for minutes where a launcher keeps the store
+                raise RuntimeError("some did not come")
         except RuntimeError as error:
             raise RankError(
                 f"joining for shard(): not all of {os.environ['WORLD_SIZE']} ranks joined within {self._timeout_s:g} s "
                 f"({first_line(error)}): start them together, or raise rank_timeout_s"
             ) from error
-
-    def _await(self, store: Any, rank: int, size: int) -> None:
-        """Wait until every rank has come to the store, which torch would do for minutes where a launcher keeps it."""
-        store.set(f"tiered/joining/{rank}", "")
-        end = time.monotonic() + self._timeout_s
-        while missing := [other for other in range(size) if not store.check([f"tiered/joining/{other}"])]:
-            if time.monotonic() > end:
-                raise RuntimeError(f"ranks {missing} did not come")
-            time.sleep(_LOOK_S)
 
     def _send(self, data: torch.Tensor, rank: int) -> list[Any]:
         return [dist.isend(piece, rank, group=self._group, tag=tag) for tag, piece in _pieces(data)]
