@@ -44,6 +44,18 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """Where checkpoints go, and when."""
+
+    folder: Path
+    every: int | None
+    """Steps; None: at the end alone, also one by a signal."""
+    keep: int
+    resume: bool
+    """Go on from the last one there, if there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """One run of `tiered train`."""
 
@@ -53,6 +65,7 @@ class Order:
     config: tiered.Config
     deferred: bool
     compare_plain: bool
+    saving: Saving | None
     json: str | None
     """Where the result goes: a path, "-" for stdout, or None."""
 
@@ -140,6 +153,14 @@ def _add_placement(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--save", type=Path, metavar="FOLDER", help="write checkpoints there: at the end, and on a signal"
+    )
+    group.add_argument("--save-every", type=_count, metavar="STEPS", help="and every so many steps")
+    group.add_argument("--keep", type=_count, metavar="COUNT", help="checkpoints that stay, the newest (2)")
+    group.add_argument(
+        "--resume", action="store_true", help="go on from the last checkpoint in --save, if there is one"
+    )
     group.add_argument("--json", metavar="PATH", help="write the result there as JSON; - is stdout")
     group.add_argument(
         "--compare-plain",
@@ -151,6 +172,14 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 def _order(given: argparse.Namespace) -> Order:
     if given.compare_plain and given.dtype == "fp16":
         raise tiered.ConfigError("--compare-plain: got it with --dtype fp16, expected --dtype fp32 or bf16")
+    if given.compare_plain and given.resume:
+        raise tiered.ConfigError("--compare-plain: got it with --resume, expected a run from the start")
+    for name in ("save_every", "keep", "resume"):
+        if getattr(given, name) and given.save is None:
+            raise tiered.ConfigError(f"--{name.replace('_', '-')}: expected --save FOLDER with it")
+    saving = None
+    if given.save is not None:
+        saving = Saving(folder=given.save, every=given.save_every, keep=given.keep or 2, resume=given.resume)
     dtype = DTYPES[given.dtype]
     shape = GPTShape(
         vocabulary=BYTES,
@@ -178,6 +207,7 @@ def _order(given: argparse.Namespace) -> Order:
         config=_config(given, dtype),
         deferred=given.deferred,
         compare_plain=given.compare_plain,
+        saving=saving,
         json=given.json,
     )
 

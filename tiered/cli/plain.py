@@ -67,6 +67,9 @@ class PlainLearner:
         """The value itself: there is no other rank."""
         return value
 
+    def save(self, steps: int, *, over: bool) -> None:
+        """Saves nothing: its run is only compared."""
+
 
 def train_plain(order: Order, corpus: Corpus, device: torch.device, stop: StopSignal) -> list[float]:
     """The losses of the order's recipe in plain PyTorch, fewer where a stop signal came."""

@@ -5,12 +5,14 @@ Owns the order of calls and when to stop. Leaves what is shown to an `Observer`,
 1. Tiered and plain differ only in the `Learner`: the same seed gives both the same weights and the same batches.
 2. A stop signal ends the loop between two backward passes, on every rank between the same two; gradients without a
    step are dropped.
-3. However the run ends, the model is closed, which waits for what is in flight and removes the swap files.
-4. Every rank makes the same calls in the same order and sees the same losses: the means over ranks, which are those of
+3. A checkpoint holds whole steps, and a resumed run goes on with the batch after them.
+4. However the run ends, the model is closed, which waits for what is in flight and removes the swap files.
+5. Every rank makes the same calls in the same order and sees the same losses: the means over ranks, which are those of
    the joined batches, as all shares are of one size.
 """
 
 import contextlib
+import errno
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,7 +25,7 @@ import tiered
 from tiered.cli.corpus import Corpus
 from tiered.cli.gpt import GPT, GPTShape
 from tiered.cli.memory import ResidentGrowth
-from tiered.cli.options import Order, Recipe
+from tiered.cli.options import Order, Recipe, Saving
 from tiered.cli.ranks import Place
 from tiered.cli.signals import StopSignal
 
@@ -42,6 +44,9 @@ class Learner(Protocol):
 
     def mean(self, value: float) -> float:
         """The mean of a number over ranks; every rank must ask."""
+
+    def save(self, steps: int, *, over: bool) -> None:
+        """`steps` are done; `over`: and no more follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,27 +81,31 @@ class Outcome:
     """None where the run was stopped before its first step."""
 
 
-def run_steps(learner: Learner, batches: Batches, stop: StopSignal, observe: Observer) -> None:
-    """Trains until the recipe's steps are done or a stop signal comes to any rank."""
+def run_steps(learner: Learner, batches: Batches, stop: StopSignal, observe: Observer, done: int = 0) -> None:
+    """Trains until the recipe's steps are done or a stop signal comes to any rank; `done`: steps taken before."""
     recipe = batches.recipe
-    for step in range(recipe.steps):
+    for step in range(done, recipe.steps):
         start, loss = time.perf_counter(), 0.0
         for micro in range(recipe.accumulate):
             if stop.agreed(learner.mean):
                 learner.drop()
+                learner.save(step, over=True)
                 return
             tokens, targets = batches[step * recipe.accumulate + micro]
             loss += learner.backward(tokens, targets, 1 / recipe.accumulate) / recipe.accumulate
         learner.step()
         loss = learner.mean(loss)
         observe(step + 1, loss, time.perf_counter() - start)
+        learner.save(step + 1, over=step + 1 == recipe.steps)
 
 
 class TieredLearner:
     """A sharded model and the package's AdamW."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, saving: Saving | None) -> None:
         self._model = model
+        self._saving = saving
+        self._saved = 0  # steps that a checkpoint has
         self.device = next(model.parameters()).device
         self._scaled = recipe.dtype == torch.float16  # small fp16 gradients vanish unless the loss is scaled
         self._optimizer = tiered.AdamW(
@@ -123,6 +132,24 @@ class TieredLearner:
         """The mean of a number over ranks; every rank must ask."""
         return tiered.average(self._model, value)
 
+    def save(self, steps: int, *, over: bool) -> None:
+        """Writes a checkpoint where it is time for one."""
+        saving = self._saving
+        due = saving is not None and (over or (saving.every is not None and steps % saving.every == 0))
+        if saving is not None and due and steps > self._saved:
+            tiered.save(self._model, self._optimizer, saving.folder, extra={"steps": steps}, keep=saving.keep)
+            self._saved = steps
+
+    def resume(self) -> int:
+        """Takes the last checkpoint, if there is one; returns the steps it has."""
+        if self._saving is not None and self._saving.resume:
+            try:
+                self._saved = int(tiered.load(self._model, self._optimizer, self._saving.folder)["steps"])
+            except tiered.StorageError as error:
+                if error.errno != errno.ENOENT:
+                    raise
+        return self._saved
+
 
 def train_tiered(
     order: Order, batches: Batches, stop: StopSignal, outcome: Outcome, observe: Callable[[nn.Module], Observer]
@@ -145,8 +172,8 @@ def train_tiered(
             outcome.seconds.append(seconds)
             show(step, loss, seconds)
 
-        learner = TieredLearner(model, order.recipe)
-        run_steps(learner, batches, stop, note)
+        learner = TieredLearner(model, order.recipe, order.saving)
+        run_steps(learner, batches, stop, note, learner.resume())
     finally:
         outcome.peak_growth_bytes = growth.peak_bytes()
         outcome.stats = tiered.stats(model)
