@@ -197,11 +197,15 @@ def test_a_save_that_is_killed_at_any_instant_leaves_a_whole_checkpoint(tmp_path
     path = tmp_path / "saved"
     with sharded(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), device="cpu") as (model, optimizer, _):
         tiered.save(model, optimizer, path, extra=0)
-        for _ in range(6):
+        for attempt in range(6):
+            before = (path / MANIFEST).stat().st_mtime_ns
             process = subprocess.Popen([sys.executable, "-c", SAVER, str(path), str(last)], stdout=subprocess.PIPE)
             try:
                 assert process.stdout is not None
                 assert process.stdout.readline() == b"ready\n"
+                deadline = time.monotonic() + 60
+                while attempt % 2 and (path / MANIFEST).stat().st_mtime_ns == before and time.monotonic() < deadline:
+                    time.sleep(0.01)  # at least one whole save, however slow the drive
                 time.sleep(draw.uniform(0.02, 0.3))
             finally:
                 process.send_signal(signal.SIGKILL)
