@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import tiered
-from tiered.device.interrupt import uninterrupted
+from tiered.device.interrupt import interruptible, uninterrupted
 from tiered.optim import pipeline
 
 
@@ -45,6 +45,53 @@ def test_a_second_interrupt_passes_at_once() -> None:
     with pytest.raises(KeyboardInterrupt):
         struck_twice()
     assert not reached
+
+
+def test_an_interrupt_is_not_lost_where_the_block_raises() -> None:
+    def fails() -> None:
+        with uninterrupted():
+            interrupt()
+            raise ValueError("of its own")
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fails()
+    assert isinstance(caught.value.__context__, ValueError)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_wait_inside_may_be_interrupted_by_what_was_held_or_comes(early: bool) -> None:
+    reached = []
+
+    def waits() -> None:
+        with uninterrupted(), uninterrupted():
+            if early:
+                interrupt()
+            reached.append("held")
+            with interruptible():
+                if not early:
+                    interrupt()
+                reached.append("not held")
+            reached.append("after")
+
+    with pytest.raises(KeyboardInterrupt):
+        waits()
+    assert reached == ["held"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_after_such_a_wait_interrupts_are_held_again() -> None:
+    reached = []
+
+    def waits() -> None:
+        with uninterrupted():
+            with interruptible():
+                pass
+            interrupt()
+            reached.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        waits()
+    assert reached
 
 
 def test_without_an_interrupt_and_in_other_threads_nothing_changes() -> None:

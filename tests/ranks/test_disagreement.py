@@ -120,7 +120,8 @@ DIFFERENT = {
     ),
 }
 AT_OTHER_STAGES = [
-    "one more step", "one more backward", "a step and a state_dict", "an optimizer's state_dict and training"
+    "one more step", "one more backward", "a step and a state_dict", "an optimizer's state_dict and training",
+    "a state_dict and training"
 ]  # fmt: skip
 STAGED = [(name, 3) for name in DIFFERENT] + [(name, stage) for name in AT_OTHER_STAGES for stage in (1, 2)]
 

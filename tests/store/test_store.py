@@ -512,6 +512,27 @@ def test_room_is_made_by_what_is_idle_then_retiring_then_a_hint_and_at_last_by_a
     assert torch.equal(whole(store, block), content(0, MIB))
 
 
+def test_memory_that_is_short_is_waited_for_again_and_again_but_not_by_a_hint(open_store: OpenStore) -> None:
+    store = open_store(4 * MIB)
+    held = [store.staging(MIB, "held") for _ in range(4)]
+
+    def give_one() -> bool:
+        if held:
+            store.unstage(held.pop())
+            return True
+        return False
+
+    store.on_shortage = give_one
+    with pytest.raises(BudgetError):
+        store.staging(2 * MIB, "a hint", hint=True)
+    assert len(held) == 4
+    store.unstage(store.staging(2 * MIB, "needed"))
+    assert len(held) == 2, "as many as it takes, and no more"
+    with pytest.raises(BudgetError):
+        store.staging(5 * MIB, "more than there is")
+    assert not held
+
+
 # --- memory of a device ---
 
 

@@ -8,6 +8,7 @@ import contextlib
 import gc
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from threaded_ranks import LIMIT_S, World, ranks_threads, sharded
 from torch import nn
 
@@ -118,6 +120,65 @@ def test_a_rank_reads_what_the_others_keep_though_they_do_nothing(place: str, tm
                 return all(map(torch.equal, values, plain.parameters()))
 
         assert world.run(program) == [True] * 3
+
+
+def test_shards_that_come_from_a_drive_for_others_take_the_memory_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    memory = traffic_module.Memory
+
+    def counted(nbytes: int, **how: Any) -> Any:
+        made.append(nbytes)
+        return memory(nbytes, **how)
+
+    monkeypatch.setattr(traffic_module, "Memory", counted)
+    with ranks(2) as (world, models):
+        over, plain = threading.Event(), network()
+
+        def program(rank: int) -> bool:
+            with sharded(models[rank], nvme=tmp_path, device_budget="1MiB", **PLACES["drive"]) as (_, _, inside):
+                if rank:
+                    return over.wait(LIMIT_S)
+                for group in inside.groups:  # all of one round
+                    group.begin_fetch()
+                values = []
+                for group in inside.groups:
+                    group.wait()
+                    values.append(group.buffer.view(torch.float32)[: WIDTH**2].as_subclass(torch.Tensor).clone())
+                over.set()
+                return all(torch.equal(v, plain[i].weight.reshape(-1)) for i, v in enumerate(values))
+
+        assert world.run(program) == [True, True]
+    assert len(made) == 2, "one for each rank"
+
+
+class Twice(nn.Module):
+    """`f` is used outside of a checkpoint and, before that, inside of one that runs a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.f, self.g = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.utils.checkpoint.checkpoint(self.f, x.requires_grad_(), use_reentrant=True)
+        return self.f(torch.tanh(self.g(torch.tanh(inner))))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_come_twice_in_a_backward_are_the_same_bits_however_late_messages_are(stage: int) -> None:
+    seen = []
+    for late_s in (0.0, 5e-3):
+        with World(3, late_s=late_s).installed() as world:
+
+            def program(rank: int, pause_s: float = 5e-3 - late_s) -> dict[str, torch.Tensor]:
+                with sharded(Twice(), device="cpu", stage=stage) as session:
+                    session[0].g.register_full_backward_hook(lambda *_: time.sleep(pause_s))
+                    return trained(session, batches().chunk(3, 1)[rank])
+
+            seen.append(world.run(program)[0])
+    assert all(torch.equal(value, seen[1][name]) for name, value in seen[0].items())
 
 
 def test_ranks_read_groups_in_orders_of_their_own() -> None:

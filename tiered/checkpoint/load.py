@@ -24,12 +24,12 @@ import torch
 from torch import nn
 
 from tiered.checkpoint import extra as extras
+from tiered.checkpoint.common import on_every_rank, persistent_buffers
 from tiered.checkpoint.folder import MANIFEST, Folder, newest_first
 from tiered.checkpoint.manifest import Lone, Manifest, Stored
 from tiered.checkpoint.slices import Reader
-from tiered.errors import RankError, StorageError, TieredError, UsageError
+from tiered.errors import UsageError
 from tiered.optim.adamw import AdamW
-from tiered.zero.agreement import Call
 from tiered.zero.home import ParamHome
 from tiered.zero.model import STATE_KINDS, ShardedModel
 from tiered.zero.module import sharded_model
@@ -62,11 +62,11 @@ def load(
     if optimizer is not None and (not isinstance(optimizer, AdamW) or optimizer.model is not sharded):
         raise UsageError("load(): the optimizer is not a tiered.AdamW of this model: give its own, or None for weights")
     loading = _Loading(sharded, optimizer, names or {}, strict)
-    loading.together("load(), looking", lambda: loading.look(path), closes=False)
+    loading.together("load(), looking", lambda: loading.look(path))
     loading.together("load()", sharded.before_step, closes=True)  # nobody is given values that are half old
     sharded.failure = UsageError("a load() that did not end")
     try:
-        loading.together("load()", loading.take, closes=False)
+        loading.together("load()", loading.take)
     finally:
         sharded.reloaded()
     sharded.failure = None
@@ -88,24 +88,8 @@ class _Loading:
         self._buffers: list[tuple[torch.Tensor, Lone]] = []
         self._lone: dict[int, torch.Tensor] = {}  # tensors read, by number
 
-    def together(self, doing: str, part: Callable[[], None], *, closes: bool) -> None:
-        """Do `part` on every rank, and raise on all where it failed on any."""
-        failure: Exception | None = None
-        with self._sharded.computing(doing):
-            try:
-                part()
-            except RankError:
-                raise
-            except (TieredError, OSError, MemoryError) as error:
-                failure = error
-        said = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        runtime = self._sharded.runtime
-        told = runtime.together(Call.SAVE, doing, lambda: runtime.ranks.texts(said), detail=1, closes=closes)
-        if failure is not None:
-            raise failure
-        for rank, text in enumerate(told):
-            if text:
-                raise StorageError(0, f"{doing}: failed on rank {rank}: {text}", str(self._folder.path))
+    def together(self, doing: str, part: Callable[[], None], *, closes: bool = False) -> None:
+        on_every_rank(self._sharded, doing, part, lambda: self._folder.path, closes=closes)
 
     # --- look ---
 
@@ -126,7 +110,7 @@ class _Loading:
                     f"checkpoint {self._folder.path}"
                 )
             self._found.append((home, stored))
-        buffers = _buffers(self._sharded.module)
+        buffers = persistent_buffers(self._sharded.module)
         theirs = {name: self._names.get(name, name) for name in buffers}
         missing += [name for name, there in theirs.items() if there not in made.buffers]
         unexpected = [name for name, stored in made.parameters.items() if id(stored) not in used]
@@ -249,12 +233,3 @@ def _folder(path: str | os.PathLike[str]) -> Folder:
             if (newest / MANIFEST).exists():
                 return Folder(newest)
     return Folder(given)
-
-
-def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, each in module.named_modules()
-        for name, buffer in each._buffers.items()
-        if buffer is not None and name not in each._non_persistent_buffers_set
-    }

@@ -13,10 +13,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import platform
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -26,12 +24,12 @@ import torch
 from torch import nn
 
 from tiered.checkpoint import extra as extras
+from tiered.checkpoint.common import on_every_rank, persistent_buffers
 from tiered.checkpoint.folder import Folder, newest_first
 from tiered.checkpoint.manifest import DTYPES, Kind, Lone, Manifest, Part, Stored
 from tiered.checkpoint.slices import Entry, Writer
-from tiered.errors import RankError, StorageError, TieredError, UsageError
+from tiered.errors import UsageError
 from tiered.optim.adamw import AdamW
-from tiered.zero.agreement import Call
 from tiered.zero.group import ParamGroup
 from tiered.zero.model import STATE_KINDS, ShardedModel
 from tiered.zero.module import sharded_model
@@ -71,13 +69,14 @@ def save(
     target = Path(os.path.abspath(os.fspath(path)))
     folder = Folder(target if keep is None else target / f"step-{step:09d}")
     saving = _Saving(sharded, optimizer, folder)
-    told = saving.together("save()", lambda: {"extra": extras.encode(extra, add), "id": saving.begin()})
+    told = saving.together(lambda: {"extra": extras.encode(extra, add), "id": saving.begin()})
     drawn = told[0]["id"]
     with saving.undone(drawn):
-        buffers = _buffers(model) if saving.rank == 0 else {}
-        written = saving.together("save()", lambda: saving.write(drawn, [*buffers.values(), *tensors]))
+        buffers = persistent_buffers(model) if saving.rank == 0 else {}
+        lone = [buffer.detach().cpu().contiguous() for buffer in buffers.values()]
+        written = saving.together(lambda: saving.write(drawn, [*lone, *tensors]))
         made = saving.manifest(step, [one["extra"] for one in told], written, list(buffers))
-        saving.together("save()", lambda: saving.commit(drawn, made))
+        saving.together(lambda: saving.commit(drawn, made))
     if keep is not None and saving.rank == 0:
         _keep(target, keep, folder.path.name)
     return folder.path
@@ -104,28 +103,8 @@ class _Saving:
         self.ranks = sharded.runtime.ranks
         self.rank = self.ranks.rank
 
-    def together(self, doing: str, part: Callable[[], Written]) -> list[Written]:
-        """Do `part` on every rank; returns what it gave on each, and raises on all where it failed on any."""
-        failure: TieredError | OSError | MemoryError | None = None
-        mine: Written = {}
-        with self.sharded.computing(doing):
-            try:
-                mine = part()
-            except RankError:
-                raise
-            except (TieredError, OSError, MemoryError) as error:
-                failure = error
-        said = {"failed": f"{type(failure).__name__}: {failure}"} if failure is not None else mine
-        detail = zlib.crc32(f"{doing} {self.folder.path.name}".encode())
-        told = self.sharded.runtime.together(
-            Call.SAVE, doing, lambda: [json.loads(text) for text in self.ranks.texts(json.dumps(said))], detail=detail
-        )
-        if failure is not None:
-            raise failure
-        for rank, one in enumerate(told):
-            if "failed" in one:
-                raise StorageError(0, f"{doing} failed on rank {rank}: {one['failed']}", str(self.folder.path))
-        return told
+    def together(self, part: Callable[[], Written]) -> list[Written]:
+        return on_every_rank(self.sharded, "save()", part, lambda: self.folder.path)
 
     def begin(self) -> str:
         for group in self.sharded.groups:
@@ -235,16 +214,6 @@ def _check(sharded: ShardedModel, optimizer: AdamW | None, keep: int | None) -> 
                 f"save(): '{name}' has get_extra_state(), which a checkpoint without pickle cannot hold: save it "
                 f"yourself, for instance in extra="
             )
-
-
-def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The persistent buffers, on the host."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer.detach().cpu().contiguous()
-        for prefix, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
 
 
 def _shifted(value: Any, by: int) -> Any:

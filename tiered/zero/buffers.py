@@ -9,7 +9,6 @@ They are small, used whole, and no parameter: they stay ordinary tensors in the 
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Mapping
 
 import torch
@@ -33,12 +32,20 @@ class SharedBuffers:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._alike: dict[str, str] = {}  # what all ranks have, by name: dtype and shape
         self._known: dict[str, tuple[int, int]] = {}  # by name: which tensor, at which version, when ranks met
 
-    def share(self, ranks: Ranks, *, all_: bool = False) -> None:
-        """Give every rank what has changed on any, or all buffers, as rank 0 has it; on every rank."""
+    @property
+    def altered(self) -> bool:
+        """This rank's buffers have other names, shapes or dtypes than when ranks met last."""
+        return _described(dict(self._module.named_buffers())) != self._alike
+
+    def share(self, ranks: Ranks, *, compare: bool, all_: bool = False) -> None:
+        """Give every rank what has changed on any, or all buffers, as rank 0 has it; on every rank. compare: on any of
+        them they are `altered`. Raises RankError, on every rank, where buffers are not alike."""
         found = dict(self._module.named_buffers())
-        self._compare(ranks, found)
+        if compare:
+            self._compare(ranks, found)
         changed = [all_ or self._changed(name, buffer) for name, buffer in found.items()]
         if changed and any(united := ranks.any(changed)):
             with torch.no_grad():
@@ -51,11 +58,7 @@ class SharedBuffers:
                         self._known[name] = id(buffer), buffer._version
 
     def _compare(self, ranks: Ranks, found: Mapping[str, torch.Tensor]) -> None:
-        """Raises RankError where the buffers of ranks are not alike, on every rank."""
-        mine = {name: f"{buffer.dtype} {tuple(buffer.shape)}" for name, buffer in found.items()}
-        digests = ranks.headers(torch.tensor([zlib.crc32(str(mine).encode())], dtype=torch.int64, device="cpu"))
-        if len(set(digests.reshape(-1).tolist())) == 1:
-            return
+        mine = _described(found)
         said = [json.loads(text) for text in ranks.texts(json.dumps(mine))]
         for name in dict.fromkeys(name for one in said for name in one):
             if len({one.get(name) for one in said}) > 1:
@@ -64,6 +67,7 @@ class SharedBuffers:
                     f"buffer '{name}' is not alike on every rank ({told}): ranks share the values of buffers, so give "
                     f"what differs by rank to forward, or keep it outside of the module's buffers"
                 )
+        self._alike = mine
 
     def _take(self, name: str, buffer: torch.Tensor, value: torch.Tensor) -> None:
         try:
@@ -79,3 +83,7 @@ class SharedBuffers:
             id(buffer),
             buffer._version,
         )
+
+
+def _described(buffers: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    return {name: f"{buffer.dtype} {tuple(buffer.shape)}" for name, buffer in buffers.items()}

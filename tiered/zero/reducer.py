@@ -74,7 +74,8 @@ class Reducer:
     def start(self, grads: Sequence[SharedGrads]) -> None:
         """Reduce these, and give every rank the buffers of rank 0."""
         self._grads = grads
-        self._exchange.together(Call.BACKWARD, "shard()", lambda: self._buffers.share(self._exchange.ranks, all_=True))
+        ranks = self._exchange.ranks
+        self._exchange.together(Call.BACKWARD, "shard()", lambda: self._buffers.share(ranks, compare=True, all_=True))
 
     # --- backward ---
 
@@ -147,15 +148,14 @@ class Reducer:
         self._departures.drain()
         self._over()
         self.backwards += 1
-        if self._deferring or self._stage == 1:
-            self._left = True
-        else:
-            again = f", tried again after it failed {self._failed} times half way" if self._failed else ""
-            try:
+        again = f", tried again after it failed {self._failed} times half way" if self._failed else ""
+        try:
+            if self._deferring or self._stage == 1:
+                self._left = True
+            else:
                 self._meet(f"the end of backward {self.backwards} of a step{again}")
-            finally:
-                self._exchange.idle(f"backward {self.backwards} of a step")
-        self._exchange.idle(f"backward {self.backwards} of a step")
+        finally:
+            self._exchange.idle(f"backward {self.backwards} of a step")
 
     def _over(self) -> None:
         self._task, self._nested = None, False
@@ -291,6 +291,6 @@ class Reducer:
             mine += [False] * len(grads.left) if being_reduced else grads.left
             mine += [*grads.early, not any(grads.early), "grad" not in grads.group.blocks]
         ranks = self._exchange.ranks
-        flags = ranks.any(mine)
-        self._buffers.share(ranks)
+        *flags, altered = ranks.any([*mine, self._buffers.altered])
+        self._buffers.share(ranks, compare=altered)
         return flags, withdrawn

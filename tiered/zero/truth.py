@@ -22,14 +22,12 @@ if TYPE_CHECKING:
 
 def values(group: ParamGroup, slot: Slot, kind: str, name: str) -> torch.Tensor:
     """A copy of one parameter's elements of a block: `slot.shape`, the block's dtype; gathered from every rank where
-    the kind is partitioned. `name`: of the parameter, for messages."""
+    the kind is partitioned, and a call of all of them in every stage. `name`: of the parameter, for messages."""
     full = torch.empty(slot.numel, dtype=_dtype(group, kind), device="cpu")
-    if not group.runtime.partitions(kind):
-        _load(group, kind, full, slot)
-    else:
-        detail = zlib.crc32(f"{kind} {group.index} {slot.start}".encode())
-        doing = f"reading {kind} of '{name}', for a state dict"
-        group.runtime.together(Call.VALUES, doing, lambda: _unite(group, kind, full, slot), detail=detail)
+    read = _unite if group.runtime.partitions(kind) else _load
+    detail = zlib.crc32(f"{kind} {group.index} {slot.start}".encode())
+    doing = f"reading {kind} of '{name}', for a state dict"
+    group.runtime.together(Call.VALUES, doing, lambda: read(group, kind, full, slot), detail=detail)
     return full.view(slot.shape)
 
 

@@ -1,0 +1,56 @@
+"""What saving and loading have in common: a part that every rank does, and the buffers a checkpoint holds."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiered.errors import RankError, StorageError, TieredError
+from tiered.zero.agreement import Call
+from tiered.zero.model import ShardedModel
+
+
+def on_every_rank(
+    sharded: ShardedModel, doing: str, part: Callable[[], Any], path: Callable[[], Path], *, closes: bool = False
+) -> list[Any]:
+    """Do `part` on every rank; returns what it gave on each (as JSON has it), and raises on all where it failed on any.
+
+    path: of the checkpoint, for messages. closes: no rank gives out its shards from then on.
+    """
+    failure: TieredError | OSError | MemoryError | None = None
+    mine: Any = None
+    with sharded.computing(doing):
+        try:
+            mine = part()
+        except RankError:
+            raise
+        except (TieredError, OSError, MemoryError) as error:
+            failure = error
+    said = json.dumps([None if failure is None else f"{type(failure).__name__}: {failure}", mine])
+    runtime = sharded.runtime
+    detail = zlib.crc32(doing.encode())
+    told = runtime.together(
+        Call.SAVE, doing, lambda: [json.loads(text) for text in runtime.ranks.texts(said)], detail=detail, closes=closes
+    )
+    if failure is not None:
+        raise failure
+    for rank, (failed, _) in enumerate(told):
+        if failed is not None:
+            raise StorageError(0, f"{doing} failed on rank {rank}: {failed}", str(path()))
+    return [given for _, given in told]
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that belong to the state dict, by name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, each in module.named_modules()
+        for name, buffer in each._buffers.items()
+        if buffer is not None and name not in each._non_persistent_buffers_set
+    }
