@@ -170,10 +170,13 @@ class Twice(nn.Module):
 def test_gradients_that_come_twice_in_a_backward_are_the_same_bits_however_late_messages_are(stage: int) -> None:
     seen = []
     for late_s in (0.0, 5e-3):
+        models = [Twice() for _ in range(3)]  # torch has one generator for all threads
         with World(3, late_s=late_s).installed() as world:
 
-            def program(rank: int, pause_s: float = 5e-3 - late_s) -> dict[str, torch.Tensor]:
-                with sharded(Twice(), device="cpu", stage=stage) as session:
+            def program(
+                rank: int, pause_s: float = 5e-3 - late_s, models: list[Twice] = models
+            ) -> dict[str, torch.Tensor]:
+                with sharded(models[rank], device="cpu", stage=stage) as session:
                     session[0].g.register_full_backward_hook(lambda *_: time.sleep(pause_s))
                     return trained(session, batches().chunk(3, 1)[rank])
 
