@@ -122,11 +122,6 @@ def _build(
     meter = Meter()
     device = _open_device(kind, config)
     undo.callback(device.close)
-    if config.optimizer_tier == "device" and ranks.size > 1 and not device.in_place:
-        raise ConfigError(
-            f"optimizer_tier='device' with {ranks.size} ranks: this version keeps optimizer states on the device "
-            f"for one rank only: use optimizer_tier='auto', 'host' or 'nvme'"
-        )
     sizes = [g.sizes() for g in groups]
     placement = place_groups(
         sizes,
@@ -134,6 +129,7 @@ def _build(
         config,
         host_limit,
         in_place=device.in_place and not partitions("param", config.stage, ranks.size),
+        apart=not device.in_place,
         ranks=ranks.size,
         free=int(device.free_bytes() * _DEVICE_SHARE) if kind == "cuda" else None,
     )

@@ -103,8 +103,8 @@ class Config:
     nvme: directory or directories for swap files; None: nothing goes to a drive.
     param_tier, optimizer_tier: "device", "host", "nvme", or "auto": the fastest tier first within the budgets, what
         does not fit goes down, group by group. optimizer_tier="device" keeps whole groups on a GPU, updated there by
-        torch's fused kernel; "auto" does so with the first groups, once a step has shown what activations need. Where
-        the device is the CPU it is the host.
+        torch's fused kernel (with several ranks, or another param_tier, their optimizer states alone); "auto" does so
+        with the first groups, once a step has shown what activations need. Where the device is the CPU it is the host.
     stage: ZeRO stage, of what several ranks share: 1 partitions optimizer states, 2 gradients too, 3 parameters too.
         What is not partitioned every rank has whole, on any tier. At one rank it changes nothing.
     budgets: whether the budgets given are those of each rank ("rank"), or of all ranks of one node together ("node").

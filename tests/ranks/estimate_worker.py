@@ -24,7 +24,7 @@ DTYPES: dict[str, tuple[torch.dtype, torch.dtype]] = {  # of the weights and of 
     "bf16": (torch.bfloat16, torch.bfloat16),
     "bf16, gradients in fp32": (torch.bfloat16, torch.float32),
 }
-PLACES = ("host", "nvme")
+PLACES = ("host", "nvme", "device")
 
 
 def case(stage: int, dtypes: str, place: str) -> str:
@@ -37,7 +37,8 @@ def measure(stage: int, dtypes: str, place: Any, swap: str) -> dict[str, Any]:
     precision = tiered.MixedPrecision(param_dtype=weights, reduce_dtype=gradients)
     tiers = {"param_tier": place, "optimizer_tier": place}
     nvme = swap if place == "nvme" else None
-    config = tiered.Config(device="cpu", stage=stage, precision=precision, host_budget="64MiB", nvme=nvme, **tiers)
+    device = "emulated" if place == "device" else "cpu"
+    config = tiered.Config(device=device, stage=stage, precision=precision, host_budget="64MiB", nvme=nvme, **tiers)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     tiered.shard(model, config)
     found: dict[str, Any] = {"sharded": kinds(model)}

@@ -34,8 +34,23 @@ PLACES: dict[str, dict[str, Any]] = {
     "states on drive": {"device": "cpu", "host_budget": AMPLE, "param_tier": "host", "optimizer_tier": "nvme"},
     "device": {"device": "emulated", "emulation": LINK, "host_budget": AMPLE, "optimizer_tier": "host"},
     "device and drive": {"device": "emulated", "emulation": LINK, "host_budget": AMPLE, **DRIVE},
+    "states on device": {"device": "emulated", "emulation": LINK, "host_budget": AMPLE, "optimizer_tier": "device"},
+    "device states, drive": {
+        "device": "emulated",
+        "emulation": LINK,
+        "host_budget": AMPLE,
+        "param_tier": "nvme",
+        "optimizer_tier": "device",
+    },
     "tight": {"device": "cpu", "device_budget": 1, "host_budget": 1},
     "tight device": {"device": "emulated", "emulation": LINK, "device_budget": 1, "host_budget": 1},
+    "tight device states": {
+        "device": "emulated",
+        "emulation": LINK,
+        "device_budget": 1,
+        "host_budget": 1,
+        "optimizer_tier": "device",
+    },
 }
 ENOUGH = re.compile(r"^(device_budget|host_budget)=.* at least (\d+)")
 

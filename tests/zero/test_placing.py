@@ -29,9 +29,10 @@ def group(index: int, numel: int, *, trains: bool = True, itemsize: int = 4) -> 
 def placed(
     groups: list[GroupSizes], host: int, *, device: str = "cpu", paths: list[list[int]] | None = None, **settings: Any
 ) -> Placement:
-    config = Config(device=device, nvme=settings.pop("nvme", "/swap"), **settings)
     found = paths if paths is not None else [[g.index] for g in groups]
-    return place_groups(groups, found, config, host, in_place=device == "cpu")
+    in_place, ranks = settings.pop("in_place", device == "cpu"), settings.pop("ranks", 1)
+    config = Config(device=device, nvme=settings.pop("nvme", "/swap"), **settings)
+    return place_groups(groups, found, config, host, in_place=in_place, apart=device != "cpu", ranks=ranks)
 
 
 def tier_bytes(groups: list[GroupSizes], placement: Placement, tier: Tier) -> int:
@@ -103,8 +104,25 @@ def test_states_on_the_device_take_their_whole_group_there() -> None:
     for short in (need - 1, sum(states) - 1, 1):
         with pytest.raises(ConfigError, match=rf"device_budget={short} .*at least {need}"):
             placed(mixed, GIB, device="emulated", optimizer_tier="device", device_budget=short)
-    with pytest.raises(ConfigError, match=r"param_tier='host': use param_tier='auto' or 'device'"):
-        placed(mixed, GIB, device="emulated", optimizer_tier="device", param_tier="host")
+
+
+@pytest.mark.parametrize("how", [{"ranks": 2}, {"param_tier": "host"}, {"param_tier": "nvme", "nvme": "/swap"}])
+def test_states_are_on_the_device_though_their_group_moves(how: dict[str, Any]) -> None:
+    mixed = [group(0, 10_000), group(1, 10_000, trains=False), group(2, 10_000, itemsize=2)]
+    states = {
+        (g.index, kind): page_ceil(n) for g in mixed for kind, n in g.shard.items() if kind not in ("param", "grad")
+    }
+    need = sum(states.values()) + page_ceil(40_000)  # and a window for the largest
+    placement = placed(mixed, GIB, device="emulated", optimizer_tier="device", device_budget=need, **how)
+    assert {key for key, home in placement.homes.items() if home is Tier.DEVICE} == states.keys()
+    assert placement.device_limit == need
+    with pytest.raises(ConfigError, match=rf"device_budget={need - 1} .*at least {need}"):
+        placed(mixed, GIB, device="emulated", optimizer_tier="device", device_budget=need - 1, **how)
+
+
+def test_a_device_without_memory_of_its_own_has_no_states_beside_what_moves() -> None:
+    homes = placed(SIX, GIB, device="cpu", optimizer_tier="device", ranks=2, in_place=False).homes
+    assert set(homes.values()) == {Tier.HOST}
 
 
 def test_without_a_budget_what_the_device_has_free_is_the_budget() -> None:

@@ -41,6 +41,13 @@ PLACES: dict[str, dict[str, Any]] = {
     "drive": {"device": "cpu", "param_tier": "nvme", "optimizer_tier": "nvme"},
     "device": {"device": "emulated", "emulation": LINK},
     "device and drive": {"device": "emulated", "emulation": LINK, "param_tier": "nvme", "optimizer_tier": "nvme"},
+    "states on the device": {"device": "emulated", "emulation": LINK, "optimizer_tier": "device"},
+    "only states on the device": {
+        "device": "emulated",
+        "emulation": LINK,
+        "param_tier": "nvme",
+        "optimizer_tier": "device",
+    },
 }
 
 

@@ -33,6 +33,7 @@ import torch
 from tiered.device.interrupt import uninterrupted
 from tiered.errors import ConfigError, UsageError
 from tiered.optim import hyperparameters, pipeline, resident, update
+from tiered.optim.crossing import Crossing
 from tiered.optim.outcome import Outcome
 from tiered.optim.plan import StepPlan, plan_step, within
 from tiered.optim.scaler import LossScaler
@@ -360,6 +361,8 @@ class AdamW(torch.optim.Optimizer):
         here = [g for g in groups if not g.resident]
         step = model.new_step()
         scratch = resident.scratch_for(list(states.values()), verdict)
+        apart = [g for g in here if g.states_apart]
+        crossing = Crossing(model.runtime, apart, grad_scale) if apart else None
         begun = False
 
         def begin() -> None:
@@ -372,7 +375,11 @@ class AdamW(torch.optim.Optimizer):
         def change(chunk: pipeline.Chunk, tensors: dict[str, torch.Tensor]) -> None:
             begin()
             step.alive()
-            update.on_host(within(plan.segments[chunk.group.index], chunk.start, chunk.stop), tensors, grad_scale)
+            segments = within(plan.segments[chunk.group.index], chunk.start, chunk.stop)
+            if crossing is not None and chunk.group.states_apart:
+                crossing.update(segments, chunk.group, chunk.start, tensors)
+            else:
+                update.on_host(segments, tensors, grad_scale)
 
         model.before_step()
         try:

@@ -14,11 +14,11 @@ from tiered.zero.model import STATE_KINDS
 
 
 def arrays(group: ParamGroup, grad_dtype: torch.dtype) -> list[pipeline.Array]:
-    has_master = "master" in group.blocks
+    """What of a group passes through host memory to be updated."""
     arrays = [pipeline.Array("param", group.dtype, write=True, base=group.base("param"))]
-    if has_master:
-        arrays.append(pipeline.Array("master", torch.float32, write=True))
-    arrays += [pipeline.Array(kind, torch.float32, write=True) for kind in STATE_KINDS]
+    if not group.states_apart:
+        states = ("master", *STATE_KINDS) if "master" in group.blocks else STATE_KINDS
+        arrays += [pipeline.Array(kind, torch.float32, write=True) for kind in states]
     return [*arrays, pipeline.Array("grad", grad_dtype, write=False, base=group.base("grad"))]
 
 

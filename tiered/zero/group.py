@@ -345,8 +345,13 @@ class ParamGroup:
         """The group lives wholly on a device of its own memory, optimizer states included."""
         return not self.runtime.in_place and self.blocks["param"].home is Tier.DEVICE
 
+    @property
+    def states_apart(self) -> bool:
+        """Its optimizer states live on a device of its own memory, its parameters and gradients elsewhere."""
+        return not self.resident and "exp_avg" in self.blocks and self.blocks["exp_avg"].home is Tier.DEVICE
+
     def on_device(self, kind: str, dtype: torch.dtype) -> torch.Tensor:
-        """One kind of a resident group: 1-D tensor of the shard's elements, on the device."""
+        """One kind that lives on a device of its own memory: 1-D tensor of the shard's elements there."""
         memory = self.blocks[kind].memory
         if memory is None:
             raise RuntimeError(f"{kind} of group '{self.name}' has no memory")

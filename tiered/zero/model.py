@@ -296,7 +296,9 @@ class ShardedModel:
     def _check_room(self) -> None:
         """Raise BudgetError where memory cannot take the weights, even after gradients and moments have gone."""
         need = sum(h.slot.numel * h.dtype.itemsize for h in self.homes)
-        freed = sum(b.nbytes for g in self.groups for k, b in g.blocks.items() if k in _OF_TRAINING and b.memory)
+        states = [block for group in self.groups for kind, block in group.blocks.items() if kind in _OF_TRAINING]
+        away = not self.runtime.device.in_place  # then what is on the device takes nothing of the host
+        freed = sum(b.nbytes for b in states if b.memory and not (away and b.home is Tier.DEVICE))
         if need > available_bytes() + freed:
             raise BudgetError(
                 f"close() would bring all weights into memory: {format_size(need)}, but "

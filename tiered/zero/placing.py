@@ -2,7 +2,8 @@
 
 Pure arithmetic over group sizes; `store.policy.place` decides. Stated formulas, all in bytes:
 
-    device    the groups that stay, with what of their states is there
+    device    the groups that stay, with what of their states is there, and the states of those that move
+              where optimizer_tier="device"
               + max over modules of (the groups that move, of the module and those it is inside of)
     host      homes + reserve; reserve covers the staging of a step, of a gather and of the gradients in backward,
               with several ranks before they are reduced too
@@ -25,6 +26,7 @@ from tiered.zero.traffic import scratch_bytes
 
 CHUNK_ALIGN = 1 << 19  # elements: 1 MiB of a 16-bit kind, so that a chunk is whole pieces of every kind
 PIPELINE_SLOTS = 3
+_STATES = frozenset(("master", "exp_avg", "exp_avg_sq"))
 _DEPARTING = 2  # times the largest group's gradient: what may be on its way from the device at once
 _SOFT_RESERVE = 96 << 20  # what a step's staging should have where the budget can spare it
 
@@ -71,18 +73,22 @@ def place_groups(
     host_limit: int,
     *,
     in_place: bool,
+    apart: bool | None = None,
     ranks: int = 1,
     free: int | None = None,
 ) -> Placement:
     """Place every block of every group.
 
     paths: for each module, the indices of the groups it and the modules around it gather at once.
-    in_place: a shard on the host is the gathered group itself. ranks: how many there are. free: bytes of the device
-    where no device_budget is given (None: as many as are of use). Raises ConfigError where a budget is too small.
+    in_place: a shard on the host is the gathered group itself. apart: the device has memory of its own (by default
+    where not in_place). ranks: how many there are. free: bytes of the device where no device_budget is given (None: as
+    many as are of use). Raises ConfigError where a budget is too small.
     """
     limit = config.device_budget if isinstance(config.device_budget, int) else None
     if not in_place:
-        return _place_beside(groups, paths, config, host_limit, limit if limit is not None else free, ranks=ranks)
+        there = config.optimizer_tier == "device" and (apart is None or apart)
+        free = limit if limit is not None else free
+        return _place_beside(groups, paths, config, host_limit, free, ranks=ranks, states_there=there)
     if config.param_tier == "device":
         spare = sum(page_ceil(g.gathered) for g in groups) if limit is None else limit
     else:
@@ -107,23 +113,28 @@ def _place_beside(
     limit: int | None,
     *,
     ranks: int,
+    states_there: bool,
 ) -> Placement:
-    """`place_groups` for a device of its own memory: groups are resident with all their states, or move."""
-    resident = _resident(groups, config) if ranks == 1 else []
-    there = sum(page_ceil(nbytes) for g in resident for nbytes in g.shard.values())
+    """`place_groups` for a device that groups are gathered into: those that live there wholly, and those that move,
+    whose optimizer states may be there all the same."""
+    resident = [g for g in groups if "grad" in g.shard] if states_there and _whole_groups(config, ranks) else []
     others = [g for g in groups if g not in resident]
+    kinds = _STATES if states_there else frozenset()
+    homes = {(g.index, kind): Tier.DEVICE for g in resident for kind in g.shard}
+    homes |= {(g.index, kind): Tier.DEVICE for g in others for kind in kinds & g.shard.keys()}
+    there = sum(page_ceil(g.shard[kind]) for g in groups for kind in g.shard if (g.index, kind) in homes)
     need = there + _window(others, paths)
-    if resident and limit is not None and need > limit:
+    if there and limit is not None and need > limit:
         raise ConfigError(
-            f"device_budget={limit} ({format_size(limit)}) is too small for optimizer_tier='device': parameters, "
-            f"gradients and optimizer states take {there} bytes and what moves {need - there}: set it to at least "
-            f"{need} ({format_size(need)}), or use optimizer_tier='auto'"
+            f"device_budget={limit} ({format_size(limit)}) is too small for optimizer_tier='device': what stays there "
+            f"takes {there} bytes and what moves {need - there}: set it to at least {need} ({format_size(need)}), or "
+            f"use optimizer_tier='auto'"
         )
     sticky, limit = _sticky(others, paths, config, None if limit is None else limit - there, there)
-    homes = _place_fastest(others, paths, config, 0, host_limit, in_place=False, ranks=ranks)
-    homes |= {(g.index, kind): Tier.DEVICE for g in resident for kind in g.shard}
+    moved = [dataclasses.replace(g, shard={k: n for k, n in g.shard.items() if k not in kinds}) for g in others]
+    homes |= _place_fastest(moved, paths, config, 0, host_limit, in_place=False, ranks=ranks)
     grad = max((page_ceil(g.trained["grad"]) for g in others), default=0)
-    reserve = _reserve(others, paths, drives=True, in_place=False, ranks=ranks)
+    reserve = _reserve(moved, paths, drives=True, in_place=False, ranks=ranks)
     filling = min(WINDOW_BYTES, max((page_ceil(n) for g in resident for n in g.shard.values()), default=0))
     if filling > host_limit:
         raise ConfigError(
@@ -132,16 +143,10 @@ def _place_beside(
     return Placement(homes, sticky, limit + there, reserve, _window(others, paths), _DEPARTING * grad)
 
 
-def _resident(groups: Sequence[GroupSizes], config: Config) -> list[GroupSizes]:
-    """The groups that live on the device with all their states."""
-    if config.optimizer_tier != "device":
-        return []
-    if config.param_tier not in ("auto", "device"):
-        raise ConfigError(
-            f"optimizer_tier='device' keeps parameters on the device too, but param_tier={config.param_tier!r}: use "
-            f"param_tier='auto' or 'device', or another optimizer_tier"
-        )
-    return [g for g in groups if "grad" in g.shard]
+def _whole_groups(config: Config, ranks: int) -> bool:
+    """Groups whose optimizer states are on the device live there with all they have: nothing of theirs ever moves.
+    With several ranks what goes between them is in host memory."""
+    return ranks == 1 and config.param_tier in ("auto", "device")
 
 
 def _window(groups: Sequence[GroupSizes], paths: Sequence[Sequence[int]]) -> int:
