@@ -2,6 +2,7 @@
 
 from tiered.api import average, close, deferred_init, gather, no_sync, shard, stats
 from tiered.checkpoint.load import load
+from tiered.checkpoint.resume import resume
 from tiered.checkpoint.save import save
 from tiered.config import Config, Emulation, MixedPrecision
 from tiered.errors import (
@@ -42,6 +43,7 @@ __all__ = [
     "gather",
     "load",
     "no_sync",
+    "resume",
     "save",
     "shard",
     "stats",

@@ -114,6 +114,9 @@ class Config:
     groups: module classes whose instances are each gathered as one group; None: elements of ModuleList and
         Sequential, large single layers, and the rest.
     io_threads: threads per drive.
+    durability: what of a run that is killed is on the drives, where all its states live there: each step ("process":
+        whatever ends the process, or the system), each step and that through a loss of power ("power": one flush of
+        the drives more a step), or nothing, in half the space ("none").
 
     Raises ConfigError naming field, value and what would work.
     """
@@ -131,6 +134,7 @@ class Config:
     precision: MixedPrecision = MixedPrecision()
     groups: tuple[type[torch.nn.Module], ...] | None = None
     io_threads: int = 8
+    durability: Literal["process", "power", "none"] = "process"
     emulation: Emulation = Emulation()
 
     def __post_init__(self) -> None:
@@ -150,6 +154,8 @@ class Config:
         self._check_ranks()
         if not isinstance(self.io_threads, int) or not 1 <= self.io_threads <= 256:
             raise ConfigError(f"io_threads={self.io_threads!r}: use a whole number from 1 to 256")
+        if self.durability not in ("process", "power", "none"):
+            raise ConfigError(f"durability={self.durability!r}: use 'process', 'power' or 'none'")
         for field, kind in (("precision", MixedPrecision), ("emulation", Emulation)):
             if not isinstance(getattr(self, field), kind):
                 raise ConfigError(f"{field}={getattr(self, field)!r}: give a tiered.{kind.__name__}(...)")

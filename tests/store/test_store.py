@@ -613,9 +613,9 @@ def damage(swap: Path, block: Block) -> None:
     assert block.extent is not None
     (file,) = swap.glob("tiered-*/swap")
     with file.open("r+b", buffering=0) as swap_file:
-        swap_file.seek(block.extent.starts[0])
+        swap_file.seek(block.extent.starts[0][0])
         (value,) = swap_file.read(1)
-        swap_file.seek(block.extent.starts[0])
+        swap_file.seek(block.extent.starts[0][0])
         swap_file.write(bytes([value ^ 0x10]))
         os.fsync(swap_file.fileno())
 

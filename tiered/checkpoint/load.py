@@ -24,12 +24,13 @@ import torch
 from torch import nn
 
 from tiered.checkpoint import extra as extras
-from tiered.checkpoint.common import on_every_rank, persistent_buffers
+from tiered.checkpoint.common import on_every_rank
 from tiered.checkpoint.folder import MANIFEST, Folder, newest_first
 from tiered.checkpoint.manifest import Lone, Manifest, Stored
 from tiered.checkpoint.slices import Reader
 from tiered.errors import UsageError
 from tiered.optim.adamw import AdamW
+from tiered.zero.buffers import persistent_buffers
 from tiered.zero.home import ParamHome
 from tiered.zero.model import STATE_KINDS, ShardedModel
 from tiered.zero.module import sharded_model
@@ -71,6 +72,8 @@ def load(
         sharded.reloaded()
     sharded.failure = None
     loading.go_on()
+    if optimizer is not None:
+        optimizer.keep()
     return loading.extra()
 
 

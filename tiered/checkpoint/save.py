@@ -24,12 +24,13 @@ import torch
 from torch import nn
 
 from tiered.checkpoint import extra as extras
-from tiered.checkpoint.common import on_every_rank, persistent_buffers
+from tiered.checkpoint.common import on_every_rank
 from tiered.checkpoint.folder import Folder, newest_first
 from tiered.checkpoint.manifest import DTYPES, Kind, Lone, Manifest, Part, Stored
 from tiered.checkpoint.slices import Entry, Writer
 from tiered.errors import UsageError
 from tiered.optim.adamw import AdamW
+from tiered.zero.buffers import persistent_buffers
 from tiered.zero.group import ParamGroup
 from tiered.zero.model import STATE_KINDS, ShardedModel
 from tiered.zero.module import sharded_model

@@ -7,8 +7,10 @@ Invariants:
 3. A piece being written takes no second transfer: that raises UsageError. Reads may overlap each other. Whoever writes
    a piece that is still being read has not waited, and the read may fail as corrupt.
 4. Space is preallocated by `allocate` and reused after `free`; an allocation that fails keeps nothing.
-5. `close()` waits for I/O, then removes every file and directory this space made, also after failures. It runs by
-   itself when the space is collected or the interpreter ends; in a forked child it does nothing.
+5. Bytes of the last commit are not overwritten before the next one, and are there after the process has died.
+6. `close()` waits for I/O, then removes every file and directory this space made, also after failures. It runs by
+   itself when the space is collected or the interpreter ends; in a forked child it does nothing. What is committed
+   stays on the drives where the program ends by an error, or `leave` says so.
 
 Thread-safe. Leaves to the caller: keeping memory alive until a ticket is done, and what the bytes mean.
 """
@@ -16,8 +18,10 @@ Thread-safe. Leaves to the caller: keeping memory alive until a ticket is done, 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -26,10 +30,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from tiered.errors import ConfigError, StorageError, TieredError, UsageError
+from tiered.io.commit import Identity
 from tiered.io.directory import ClaimedDirectory, check, claim
 from tiered.io.drive import BLOCK, Drive
 from tiered.io.engine import RECORD, Engine, Mode, Piece, PieceState, chosen_mode, open_engine, usable
 from tiered.io.extent import Extent, Stripes
+from tiered.io.generations import Durability, Generations
 from tiered.io.transfer import Ticket, Transfer, TransferPart
 
 __all__ = ["DriveStats", "Extent", "SwapSpace", "SwapStats", "Ticket"]
@@ -60,23 +66,33 @@ class SwapStats:
 class _Resources:
     """What a swap space holds of the system, apart from the space, so that it can be released after it is collected."""
 
-    def __init__(self) -> None:
+    def __init__(self, generations: Generations | None) -> None:
         self.claims: list[ClaimedDirectory] = []
         self.drives: list[Drive] = []
         self.engines: list[Engine] = []
+        self.generations = generations
+        self.leaves = False  # what is committed stays on the drives
 
-    def open(self, path: str | os.PathLike[str], rank: int, threads: int, piece_bytes: int) -> None:
-        """Claims a directory and opens a drive and an engine in it."""
-        self.claims.append(claim(path, rank))
+    def claim(self, directories: Sequence[str | os.PathLike[str]], rank: int) -> None:
+        """Claims a place in each directory."""
+        if self.generations is not None:
+            self.claims = self.generations.open(directories, rank)
+            return
+        for path in directories:
+            self.claims.append(claim(path, rank))
+
+    def open(self, claimed: ClaimedDirectory, threads: int, piece_bytes: int) -> None:
+        """Opens a drive and an engine in a directory."""
+        existing = self.generations is not None and self.generations.adopted
         try:
-            self.drives.append(Drive(self.claims[-1], direct=chosen_mode() == "native"))
+            self.drives.append(Drive(claimed, direct=chosen_mode() == "native", existing=existing))
             self.engines.append(open_engine(self.drives[-1], threads=threads, piece_bytes=piece_bytes))
         except TieredError:
             raise
         except (OSError, RuntimeError) as error:
             number = getattr(error, "errno", None) or errno.EAGAIN
             what = f"{threads} I/O threads with their files cannot be had: {error}; give fewer, or raise the limits"
-            raise StorageError(number, what, self.claims[-1].path) from error
+            raise StorageError(number, what, claimed.path) from error
 
     def in_callback(self) -> bool:
         """Whether the caller is a completion callback."""
@@ -84,9 +100,15 @@ class _Resources:
 
     def release(self) -> None:
         """Waits for I/O, closes the files, removes the directories; each step also when another one failed."""
+        generations = self.generations
+        leaves = generations is not None and (
+            generations.untouched or (generations.committed and (self.leaves or _ending_by_an_error()))
+        )
         with contextlib.ExitStack() as stack:
             for claimed in self.claims:
-                stack.callback(claimed.release)
+                stack.callback(claimed.leave if leaves else claimed.release)
+            if generations is not None:
+                stack.callback(generations.close)
             for drive in self.drives:
                 stack.callback(drive.close)
             for engine in self.engines:
@@ -108,6 +130,7 @@ class SwapSpace:
         rank: of this process, part of the names on disk.
         threads: I/O threads for each drive, and so the pieces in flight on it.
         piece_bytes: what is moved and checked at once; a positive multiple of 4096.
+        identity: whose generations are committed; None: nothing is. durability: see `generations`.
 
     Raises ConfigError for impossible sizes, SwapDirectoryError naming the directory, SwapFullError where a drive is
     full, StorageError where the system gives no threads or descriptors. Nothing is left behind after an error.
@@ -120,20 +143,29 @@ class SwapSpace:
         rank: int = 0,
         threads: int = 8,
         piece_bytes: int = 1 << 20,
+        identity: Identity | None = None,
+        durability: Durability = "process",
     ) -> None:
         _check_settings(directories, rank, threads, piece_bytes)
         for path in directories:
             check(path)
         self._piece_bytes = piece_bytes
         self._lock = threading.Lock()  # guards the drives' ranges, the extents' records of what is in flight, and:
-        self._live: set[Extent] = set()
+        self._live: dict[Extent, bool] = {}  # whether it is part of what is committed
         self._closed = False
         self._closing = threading.Lock()  # held while releasing, so that every close() returns to a closed space
         self._owner = os.getpid()
-        self._resources = _Resources()
+        if identity is not None:  # what another engine has written, or cut otherwise, could not be checked
+            layout = f"{identity.layout} {chosen_mode()} {piece_bytes}"
+            identity = dataclasses.replace(identity, layout=layout)
+        self.generations = None if identity is None else Generations(identity, durability)
+        self._resources = _Resources(self.generations)
         try:
-            for path in directories:
-                self._resources.open(path, rank, threads, piece_bytes)
+            self._resources.claim(directories, rank)
+            for claimed in self._resources.claims:
+                self._resources.open(claimed, threads, piece_bytes)
+            if self.generations is not None:
+                self.generations.attach(self._resources.drives)
         except BaseException:
             self._resources.release()
             raise
@@ -157,8 +189,9 @@ class SwapSpace:
 
     # --- space --------------------------------------------------------------------------------------------------------
 
-    def allocate(self, nbytes: int, label: str) -> Extent:
-        """Preallocates space for `nbytes` >= 0 bytes; `label` names it in messages.
+    def allocate(self, nbytes: int, label: str, *, kept: bool = False) -> Extent:
+        """Preallocates space for `nbytes` >= 0 bytes; `label` names it in messages. `kept`: it is part of what is
+        committed, and has space for that twice; its label is its name there.
 
         Raises SwapFullError with the file, the bytes needed and the bytes free; then nothing was kept.
         """
@@ -169,19 +202,28 @@ class SwapSpace:
         with self._lock:
             usable(self._owner, self._closed)
             first = min(range(len(drives)), key=lambda index: drives[index].taken_bytes)
-            stripes = Stripes(nbytes, self._piece_bytes, len(drives), first)
-            with contextlib.ExitStack() as undo:
-                starts = []
-                for index, drive in enumerate(drives):
-                    span = stripes.span(index)
-                    starts.append(drive.take(span) if span else 0)
-                    if span:
-                        undo.callback(drive.undo_take, starts[-1], span)
-                records = np.zeros(stripes.pieces, dtype=RECORD)  # all BLANK
-                undo.pop_all()
-            extent = Extent(nbytes, label, stripes, tuple(starts), records)
-            self._live.add(extent)
+            kept = kept and self.generations is not None
+            extent = self.generations.bind(label, nbytes, self._piece_bytes) if kept and self.generations else None
+            if extent is None:
+                stripes = Stripes(nbytes, self._piece_bytes, len(drives), first)
+                slots = 2 if kept else 1
+                with contextlib.ExitStack() as undo:
+                    starts = tuple(self._take(stripes, undo) for _ in range(slots))
+                    records = np.zeros(stripes.pieces * slots, dtype=RECORD)  # all BLANK
+                    undo.pop_all()
+                extent = Extent(nbytes, label, stripes, starts, records, np.zeros(stripes.pieces, np.uint8))
+            self._live[extent] = kept
         return extent
+
+    def _take(self, stripes: Stripes, undo: contextlib.ExitStack) -> tuple[int, ...]:
+        """A range on each drive for one slot."""
+        starts = []
+        for index, drive in enumerate(self._resources.drives):
+            span = stripes.span(index)
+            starts.append(drive.take(span) if span else 0)
+            if span:
+                undo.callback(drive.undo_take, starts[-1], span)
+        return tuple(starts)
 
     def free(self, extent: Extent) -> None:
         """Gives the extent's space to later allocations, after waiting for its transfers. Idempotent."""
@@ -189,17 +231,17 @@ class SwapSpace:
         with self._lock:
             if extent not in self._live:
                 return
-            self._live.remove(extent)  # no new transfers from here on
+            del self._live[extent]  # no new transfers from here on
             in_flight = extent.in_flight
         for submission in in_flight:
             submission.wait()
         with self._lock:
-            if self._closed:
+            if self._closed or extent.committed is not None:  # what is committed keeps its space to the end
                 return
-            for index, drive in enumerate(self._resources.drives):
-                span = extent.stripes.span(index)
-                if span:
-                    drive.give_back(extent.starts[index], span)
+            for starts in extent.starts:
+                for index, drive in enumerate(self._resources.drives):
+                    if span := extent.stripes.span(index):
+                        drive.give_back(starts[index], span)
 
     # --- transfers ----------------------------------------------------------------------------------------------------
 
@@ -220,18 +262,22 @@ class SwapSpace:
 
     def _transfer(self, write: bool, extent: Extent, address: int, nbytes: int, offset: int) -> Ticket:
         pieces = self._piece_range(extent, nbytes, offset)
-        by_drive = self._by_drive(extent, address - offset, pieces)
-        states = extent.records["state"][pieces.start : pieces.stop]
         usable(self._owner, closed=False)
         with self._lock:
             usable(self._owner, self._closed)
             if extent not in self._live:
                 raise UsageError(f"{extent.label} was freed, or belongs to another swap space; allocate it here first")
-            if (states == PieceState.WRITING).any():
+            at = extent.record(np.arange(pieces.start, pieces.stop))
+            if (extent.records["state"][at] == PieceState.WRITING).any():
                 raise UsageError(f"{extent.label} is being written there; wait for that ticket first")
             extent.in_flight = [submission for submission in extent.in_flight if not submission.done()]
             if write:
-                states[:] = PieceState.WRITING
+                extent.turn(pieces)
+                at = extent.record(np.arange(pieces.start, pieces.stop))
+                if self.generations is not None:
+                    self.generations.written(bool((extent.records["state"][at] == PieceState.BLANK).any()))
+                extent.records["state"][at] = PieceState.WRITING
+            by_drive = self._by_drive(extent, address - offset, pieces)
             parts = []
             for index, drive_pieces in by_drive.items():
                 submission = self._resources.engines[index].submit(write, drive_pieces, extent.records)
@@ -257,9 +303,42 @@ class SwapSpace:
         for index in pieces:
             drive, offset = extent.stripes.place(index)
             address = base + index * self._piece_bytes
-            piece = Piece(address, extent.starts[drive] + offset, extent.stripes.size(index), index)
+            slot = int(extent.slots[index])
+            record = index * len(extent.starts) + slot
+            piece = Piece(address, extent.starts[slot][drive] + offset, extent.stripes.size(index), record)
             by_drive.setdefault(drive, []).append(piece)
         return by_drive
+
+    # --- generations -----------------------------------------------------------------------------------------------
+
+    def commit(self, payload: bytes) -> None:
+        """Make what all extents that are `kept` hold now, and `payload`, the generation that survives the process.
+
+        Nothing may be on its way to them. Raises StorageError; then the commit before is the last one still.
+        """
+        with self._lock:
+            usable(self._owner, self._closed)
+            self._committing().commit([extent for extent, kept in self._live.items() if kept], payload)
+
+    def revert(self) -> None:
+        """Bring back the last commit, or what of a dead run is protected: all that was written since is gone."""
+        with self._lock:
+            usable(self._owner, self._closed)
+            self._committing().revert([extent for extent, kept in self._live.items() if kept])
+
+    def leave(self) -> None:
+        """`close` leaves what is committed on the drives, for a later run to go on from."""
+        self._resources.leaves = True
+
+    def free_bytes(self) -> int:
+        """Bytes that can still be allocated, evenly over the drives."""
+        with self._lock:
+            return min(drive.room() for drive in self._resources.drives) * len(self._resources.drives)
+
+    def _committing(self) -> Generations:
+        if self.generations is None:
+            raise UsageError("this swap space commits nothing: it was opened without an identity")
+        return self.generations
 
     # --- the whole ----------------------------------------------------------------------------------------------------
 
@@ -294,6 +373,11 @@ class SwapSpace:
                 self._closed = True
             if self._finalizer.detach() is not None:
                 self._resources.release()
+
+
+def _ending_by_an_error() -> bool:
+    """The interpreter ends, and what ends it is an exception that nobody caught."""
+    return not threading.main_thread().is_alive() and getattr(sys, "last_value", None) is not None
 
 
 def _check_settings(directories: object, rank: int, threads: int, piece_bytes: int) -> None:

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Iterator
 
 from tiered.device.buffer import Buffer
 from tiered.device.ticket import Ticket
 from tiered.errors import StorageError
 from tiered.io.swapfile import Extent
 from tiered.store.tier import Tier
+
+WINDOW_BYTES = 4 << 20  # of a byte range that is moved at once: a multiple of every drive's piece
 
 
 class BlockState(enum.Enum):
@@ -53,6 +56,11 @@ class BlockKey:
     def __str__(self) -> str:
         return f"{self.kind} of group {self.group}"
 
+    @property
+    def lasts(self) -> bool:
+        """What it names is of every step, and not of one that is not over."""
+        return self.kind != "grad"
+
 
 class Block:
     """One block's record; the store is the only one to change it."""
@@ -83,6 +91,24 @@ class Block:
             raise RuntimeError(f"{self.key}: illegal change of state {self._state.name} -> {state.name}")
         self._state = state
 
+    @property
+    def place(self) -> Extent:
+        """Its extent. Raises RuntimeError where it has none."""
+        if self.extent is None:
+            raise RuntimeError(f"{self.key} lives on the {self.home.value}: it has no extent on a drive")
+        return self.extent
+
+    @property
+    def lasts(self) -> bool:
+        """It is part of what is committed."""
+        return self.home is Tier.NVME and self.key.lasts
+
+    @property
+    def evictable(self) -> bool:
+        """It is in memory, and may go back to its drive."""
+        there = self.home is Tier.NVME and self._state is not BlockState.FAILED and self.memory is not None
+        return there and not self.pins and not (self.memory is not None and self.memory.exported())
+
     def check(self) -> None:
         """Raise the first cause if the block has failed."""
         if self._state is BlockState.FAILED:
@@ -90,3 +116,10 @@ class Block:
             if isinstance(cause, StorageError):  # the same kind again, with its errno and file
                 raise type(cause)(cause.errno, f"{self.key} was lost: {cause.strerror}", cause.filename) from cause
             raise StorageError(f"{self.key} was lost: {cause!r}") from cause
+
+
+def windows(block: Block, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Piece-aligned windows [start, stop) of the block that cover a range."""
+    if nbytes:
+        for start in range(offset // WINDOW_BYTES * WINDOW_BYTES, offset + nbytes, WINDOW_BYTES):
+            yield start, min(start + WINDOW_BYTES, block.nbytes)

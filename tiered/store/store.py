@@ -6,6 +6,8 @@
     load / patch         any byte range from or to a tensor, at once
     staging / unstage    host memory for bytes on their way, charged like everything else; `retire` when a copy is over
     discard              the contents are no longer wanted: no byte of them is moved again
+    commit / revert      what blocks on drives hold, gradients aside, becomes the generation that survives the process;
+                         the last such generation is what they hold again
 
 A block whose home is a device's own memory is lent that memory: of all these, `load` and `patch` work on it.
 
@@ -34,15 +36,14 @@ from tiered.device.interrupt import uninterrupted
 from tiered.device.memory import Memory, page_ceil
 from tiered.device.ticket import Event, Finished, Ticket, settled
 from tiered.errors import UsageError
-from tiered.io.swapfile import Extent, SwapSpace
+from tiered.io.generations import Generations
+from tiered.io.swapfile import SwapSpace
 from tiered.stats import Meter
 from tiered.store.arena import Arena
-from tiered.store.block import Block, BlockKey, BlockState
+from tiered.store.block import WINDOW_BYTES, Block, BlockKey, BlockState, windows
 from tiered.store.policy import Candidate, victims
 from tiered.store.tier import Budget, Tier
 from tiered.store.watched import Watched
-
-WINDOW_BYTES = 4 << 20  # of `load` and `patch`: a multiple of every drive's piece
 
 
 class TieredStore:
@@ -71,7 +72,7 @@ class TieredStore:
         if home is Tier.NVME:
             if self._space is None:
                 raise UsageError(f"{key} has its home on a drive, but no swap directory is set")
-            block = Block(key, nbytes, home, self._space.allocate(nbytes, str(key)))
+            block = Block(key, nbytes, home, self._space.allocate(nbytes, str(key), kept=key.lasts))
         else:
             block = Block(key, nbytes, home, None)
             if memory is None:
@@ -153,6 +154,37 @@ class TieredStore:
         elif memory.exported():
             block.memory = self._arena.exchange(memory)
 
+    # --- generations ---
+
+    def commit(self, payload: bytes) -> None:
+        """Nothing is on its way to a block. Raises StorageError; the commit before is the last one then."""
+        dirty = [b for b in self._kept() if b.dirty and b.state is BlockState.HOST]
+        with uninterrupted():
+            for block in dirty:
+                self._flush(block)
+        for block in self._kept():
+            self._settle(block)
+        self._drives().commit(payload)
+
+    def revert(self) -> None:
+        """Nothing is on its way from or to a block, and nobody views one. What is in memory of them is forgotten."""
+        for block in self._kept():
+            self.discard(block)
+        self._drives().revert()
+
+    def leave(self) -> None:
+        """`close` leaves the last generation on the drives."""
+        if self._space is not None:
+            self._space.leave()
+
+    @property
+    def generations(self) -> Generations | None:
+        """What is committed, and what a run that has died has left; None where nothing is kept."""
+        return None if self._space is None else self._space.generations
+
+    def _kept(self) -> list[Block]:
+        return [block for block in self._blocks.values() if block.lasts]
+
     # --- byte ranges ---
 
     def read(self, block: Block, memory: Memory, *, at: int = 0, offset: int = 0, nbytes: int | None = None) -> Ticket:
@@ -164,7 +196,7 @@ class TieredStore:
             ctypes.memmove(memory.address + at, self._memory(block).address + offset, nbytes)
             return Finished()
         self._settle(block)
-        extent = _extent(block)
+        extent = block.place
         self._meter.count("nvme", read=nbytes)
         with uninterrupted():  # a transfer that has begun is always registered
             return self._watched(block, memory, self._drives().read(extent, memory.address + at, nbytes, offset))
@@ -182,7 +214,7 @@ class TieredStore:
             block.dirty |= block.extent is not None
             return Finished()
         self._settle(block)
-        extent = _extent(block)
+        extent = block.place
         self._meter.count("nvme", written=nbytes)
         with uninterrupted():
             return self._watched(block, memory, self._drives().write(extent, memory.address + at, nbytes, offset))
@@ -194,7 +226,7 @@ class TieredStore:
             buffer.read(out, offset)
             return
         with self._window(block) as memory:
-            for start, stop in _windows(block, offset, out.numel()):
+            for start, stop in windows(block, offset, out.numel()):
                 self.read(block, memory, offset=start, nbytes=stop - start).wait()
                 low, high = max(start, offset), min(stop, offset + out.numel())
                 out[low - offset : high - offset].copy_(memory.bytes[low - start : high - start])
@@ -208,7 +240,7 @@ class TieredStore:
             block.dirty |= block.extent is not None
             return
         with self._window(block) as memory:
-            for start, stop in _windows(block, offset, data.numel()):
+            for start, stop in windows(block, offset, data.numel()):
                 low, high = max(start, offset), min(stop, offset + data.numel())
                 if (low, high) != (start, stop):
                     self.read(block, memory, offset=start, nbytes=stop - start).wait()
@@ -281,7 +313,7 @@ class TieredStore:
         return self._arena.take(nbytes, what, zeros=zeros)
 
     def _fetch(self, block: Block, fresh: bool) -> None:
-        extent = _extent(block)
+        extent = block.place
         block.memory = memory = self._take(block.nbytes, str(block.key), zeros=extent.blank and not fresh)
         if fresh or extent.blank:
             block.move(BlockState.HOST)
@@ -294,7 +326,7 @@ class TieredStore:
         block.move(BlockState.FLUSHING)
         self._meter.count("nvme", written=block.nbytes)
         memory = self._memory(block)
-        block.ticket = self._watched(block, memory, self._drives().write(_extent(block), memory.address, block.nbytes))
+        block.ticket = self._watched(block, memory, self._drives().write(block.place, memory.address, block.nbytes))
 
     def _settle(self, block: Block) -> None:
         """Wait until nothing of the block is in flight; raises its first failure."""
@@ -322,15 +354,7 @@ class TieredStore:
         self._lent.discard(block.key)
 
     def _evictable(self) -> list[Block]:
-        return [
-            b
-            for b in self._blocks.values()
-            if b.home is Tier.NVME
-            and b.state is not BlockState.FAILED
-            and b.memory is not None
-            and not b.pins
-            and not b.memory.exported()
-        ]
+        return [block for block in self._blocks.values() if block.evictable]
 
     def _evict(self, nbytes: int) -> bool:
         """Evict cached blocks of furthest next use that take `nbytes`; none, and False, where all are too little."""
@@ -381,40 +405,16 @@ class TieredStore:
 
     def _watched(self, block: Block, memory: Memory, ticket: Ticket) -> Ticket:
         """`ticket`, whose failure fails the block, and which keeps `memory` mapped and committed until it is done."""
-        owner: Memory | None = memory
-        store = weakref.ref(self)  # the thread that completes transfers may hold the last `note` for long
+        store = weakref.ref(self)  # the thread that completes transfers may hold the last callback for long
 
         def fail(error: BaseException) -> None:
             if (alive := store()) is not None:
                 alive._fail(block, error)
 
-        watched = Watched(ticket, fail)
-
-        def note() -> None:
-            nonlocal owner
-            owner = None
-            with contextlib.suppress(Exception):
-                watched.wait(0)
-
-        ticket.add_done_callback(note)
-        memory.busy(ticket)
-        return watched
+        return Watched(ticket, fail).beside(memory)
 
     def _fail(self, block: Block, error: BaseException) -> None:
         with self._failing:  # the thread that waits and the one that completes may both come
             if block.state is not BlockState.FAILED:
                 block.cause = error
                 block.move(BlockState.FAILED)
-
-
-def _extent(block: Block) -> Extent:
-    if block.extent is None:
-        raise RuntimeError(f"{block.key} lives on the {block.home.value}: it has no extent on a drive")
-    return block.extent
-
-
-def _windows(block: Block, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Piece-aligned windows [start, stop) of the block that cover a range."""
-    if nbytes:
-        for start in range(offset // WINDOW_BYTES * WINDOW_BYTES, offset + nbytes, WINDOW_BYTES):
-            yield start, min(start + WINDOW_BYTES, block.nbytes)

@@ -34,8 +34,7 @@ from tiered.device.interrupt import uninterrupted
 from tiered.device.memory import Memory, page_ceil
 from tiered.errors import UsageError
 from tiered.schedule.trace import Phase
-from tiered.store.block import Block, BlockKey
-from tiered.store.store import WINDOW_BYTES
+from tiered.store.block import WINDOW_BYTES, Block, BlockKey
 from tiered.store.tier import Tier
 from tiered.zero import graph, truth
 from tiered.zero.agreement import Call

@@ -23,8 +23,7 @@ from tiered.device.memory import page_ceil
 from tiered.errors import BudgetError, UsageError
 from tiered.schedule.execute import Executor
 from tiered.schedule.trace import Phase
-from tiered.store.block import Block, BlockKey
-from tiered.store.store import WINDOW_BYTES
+from tiered.store.block import WINDOW_BYTES, Block, BlockKey
 from tiered.store.tier import Tier
 from tiered.zero import buffers, residence, statedict, truth
 from tiered.zero.agreement import Call
@@ -72,6 +71,7 @@ class ShardedModel:
         self.reserve = placement.reserve  # bytes of the host budget that staging needs and that no state may take
         self.closed = False
         self.failure: BaseException | None = None  # of a step that could not be completed: the states are torn
+        self.ephemeral: str | None = "it is being built"  # why no step of a killed run can be gone on from
         self._class = type(module)
         self._promoted = False
         self.reducer: Reducer | None = None  # of several ranks
@@ -118,6 +118,7 @@ class ShardedModel:
         sizes = {kind: (group.span(kind)[1] - group.span(kind)[0]) * dtype.itemsize for kind, dtype in missing.items()}
         need = sum(page_ceil(nbytes) for nbytes in sizes.values())
         roomy = self.config.optimizer_tier != "nvme" and need <= store.room() - self.reserve
+        roomy &= self.ephemeral is not None  # what lasts goes where it does
         tier = Tier.HOST if roomy or not self.config.directories else Tier.NVME
         made: dict[str, Block] = {}
         try:
@@ -174,6 +175,11 @@ class ShardedModel:
     def on_settle(self, settle: Callable[[], None]) -> None:
         """Call `settle`, a bound method whose object may go, before counters are read."""
         self._settlements.append(weakref.WeakMethod(settle))
+
+    @property
+    def optimizers(self) -> int:
+        """How many there are of this model."""
+        return sum(reference() is not None for reference in self._settlements)
 
     def settle(self) -> None:
         """Bring the counters up to date with what the device has done."""

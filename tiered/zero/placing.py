@@ -19,8 +19,8 @@ from collections.abc import Iterable, Sequence
 from tiered.config import Config, format_size
 from tiered.device.memory import page_ceil
 from tiered.errors import ConfigError
+from tiered.store.block import WINDOW_BYTES
 from tiered.store.policy import Demand, place
-from tiered.store.store import WINDOW_BYTES
 from tiered.store.tier import Tier
 from tiered.zero.traffic import scratch_bytes
 
