@@ -174,6 +174,16 @@ def newest_first(parent: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
+def find(path: str | os.PathLike[str]) -> Folder:
+    """The folder of the checkpoint that `path` means: itself or, where it holds several, the one committed last."""
+    given = Path(os.path.abspath(os.fspath(path)))
+    if not (given / MANIFEST).exists():
+        for newest in newest_first(given)[:1]:
+            if (newest / MANIFEST).exists():
+                return Folder(newest)
+    return Folder(given)
+
+
 def flush_folder(path: Path) -> None:
     """Bring the names in a folder to the drive."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -1,0 +1,193 @@
+"""Checkpoints out to the formats of others and in from them, a piece at a time: no model, no ranks, no GPU.
+
+    tiered checkpoint --export--> huggingface   weights as safetensors, whole or in shards
+                                  adamw         torch.optim.AdamW's state by name, one file for torch.load
+                                  dcp           a torch.distributed.checkpoint folder: weights and optimizer
+    and --import--> back, where `huggingface` may bring an `adamw` file with it
+
+Owns names, dtypes and what fits what; each format is its own file's, what passes between them is a `State`. Invariants:
+1. What does not fit (names, shapes, dtypes, a destination that is taken) is found before anything is written,
+   and named.
+2. Killed at any instant, the destination holds what it held before, or the whole of the new.
+3. Values pass bit for bit where no dtype is asked for. Moments are fp32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from tiered.checkpoint import beside, huggingface, own
+from tiered.checkpoint.folder import Folder, find
+from tiered.checkpoint.manifest import DTYPES
+from tiered.checkpoint.state import State, cast, watched
+from tiered.config import parse_size
+from tiered.errors import ConfigError, UsageError
+
+Format = Literal["huggingface", "adamw", "dcp"]
+Progress = Callable[[int, int], None]
+"""Given the bytes done and of all, after each piece."""
+
+
+def export_checkpoint(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    format: Format = "huggingface",
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    names: Mapping[str, str] | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Write a checkpoint of `save` in another format; returns where it is. One process calls it, without a model.
+
+    source: a folder given to `save`; where it holds several (`keep`), the one committed last is meant. target: where
+    the result goes, a folder for "huggingface", which gives the weights as safetensors. dtype: of the weights (fp32,
+    bf16 or fp16), rounded to nearest; buffers keep theirs. None keeps each parameter's, as it was trained: fp32 where
+    there was a master. max_shard_size: bytes of data a safetensors file has at most. names: {name here: name there};
+    keys that end in "." (or are empty) rename by the beginning. force: replace what an export has left there.
+
+    At most 32 MiB are in memory at once. Raises UsageError for names that fit nothing and values that `dtype` cannot
+    hold, StorageError where there is no checkpoint or the target is taken or cannot be written, CorruptDataError where
+    the checkpoint's bytes are not those that were written. What was at `target` is then as it was.
+    """
+    shard_bytes = parse_size(max_shard_size, "max_shard_size")
+    if format not in ("huggingface",):
+        raise ConfigError(f"format={format!r}: use 'huggingface'")
+    _check_dtype(dtype)
+    folder, place = find(source), _absolute(target)
+    if folder.path in (place, *place.parents):
+        raise UsageError(f"export_checkpoint(): {place} lies in the checkpoint itself: give another place")
+    beside.check(place, force=force, folder=True)
+    with own.opened(folder) as held:
+        state = _counted(_in_dtype(_renamed(dataclasses.replace(held, moments={}), names or {}), dtype), progress)
+        with beside.new_folder(place, huggingface.OWN, force=force) as made:
+            huggingface.write(made, state, shard_bytes)
+    return place
+
+
+def import_checkpoint(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    names: Mapping[str, str] | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Write the training state that another program saved as a checkpoint that `load` takes; returns its folder.
+
+    source: a safetensors file, or a folder of Hugging Face's layout. target: the folder of the checkpoint.
+    dtype: of the weights (fp32, bf16 or fp16); None keeps theirs. Whatever it is, `load` fills fp32 masters exactly.
+    names: {name in the source: name in the checkpoint}; keys that end in "." (or are empty) rename by the beginning.
+    force: replace a checkpoint at `target`.
+
+    Without an optimizer's state `load` begins with fresh moments. Which tensors are buffers a source may not tell:
+    `load` takes each for what the model has. One process calls it; at most 32 MiB are in memory at once. Nothing is
+    ever unpickled.
+
+    Raises UsageError for names and shapes that do not fit each other (all of them) and dtypes that there are not,
+    StorageError for a file that is missing and a target that is taken, CorruptDataError for a source that is not sound.
+    What was at `target` is then as it was.
+    """
+    _check_dtype(dtype)
+    folder, path = Folder(target), _absolute(source)
+    own.check(folder, force=force)
+    with huggingface.opened(path) as found:
+        state = _counted(_in_dtype(_renamed(found, names or {}), dtype), progress)
+        _check_weights(state)
+        own.write(folder, state, str(path))
+    return folder.path
+
+
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    return Path(os.path.abspath(os.fspath(path)))
+
+
+# --- names ---
+
+
+def _renamed(state: State, names: Mapping[str, str]) -> State:
+    """The state under other names. Raises UsageError for keys that no name has, and names that come twice."""
+    used: set[str] = set()
+
+    def new(name: str) -> str:
+        if name in names:
+            used.add(name)
+            return names[name]
+        for begin in sorted((key for key in names if not key or key.endswith(".")), key=len, reverse=True):
+            if name.startswith(begin):
+                used.add(begin)
+                return names[begin] + name[len(begin) :]
+        return name
+
+    def all_new(of: Mapping[str, Any]) -> dict[str, Any]:
+        return {new(name): value for name, value in of.items()}
+
+    if not names:
+        return state
+    made = State(
+        weights=all_new(state.weights),
+        buffers=None if state.buffers is None else frozenset(map(new, state.buffers)),
+        aliases={new(alias): new(name) for alias, name in state.aliases.items()},
+        moments=all_new(state.moments),
+        groups=None if state.groups is None else [{**g, "params": [new(n) for n in g["params"]]} for g in state.groups],
+    )
+    if unused := [key for key in names if key not in used]:
+        raise UsageError(f"names: {_listed('that fit no name', unused)}; there are {', '.join(state.weights)}")
+    if len(made.weights) < len(state.weights) or made.weights.keys() & made.aliases.keys():
+        new_names = [new(name) for name in (*state.weights, *state.aliases)]
+        twice = sorted({name for name in new_names if new_names.count(name) > 1})
+        raise UsageError(f"names: {_listed('that several would have', twice)}: give each its own")
+    return made
+
+
+def _listed(what: str, names: Sequence[str]) -> str:
+    return f"{len(names)} {what} ({', '.join(repr(name) for name in names)})"
+
+
+# --- values ---
+
+
+def _check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and dtype not in DTYPES.values():
+        raise ConfigError(f"dtype={dtype!r}: use torch.float32, bfloat16, float16, or None to keep each one's own")
+
+
+def _in_dtype(state: State, dtype: torch.dtype | None) -> State:
+    """Parameters in `dtype`; every floating tensor where it is not known which are parameters."""
+    if dtype is None:
+        return state
+    weights = {
+        name: cast(name, source, dtype)
+        if source.dtype.is_floating_point and name not in (state.buffers or ())
+        else source
+        for name, source in state.weights.items()
+    }
+    return dataclasses.replace(state, weights=weights)
+
+
+def _check_weights(state: State) -> None:
+    wide = [name for name, source in state.weights.items() if source.dtype is torch.float64]
+    if wide:
+        raise UsageError(f"{_listed('are float64', wide)}, which no parameter here can be: give a dtype (--dtype fp32)")
+
+
+def _counted(state: State, progress: Progress | None) -> State:
+    """The state; what is read of it is told."""
+    if progress is None:
+        return state
+    done, total = 0, sum(source.nbytes for source in state.sources())
+
+    def tell(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress(done, total)
+
+    return state.each(lambda name, source: watched(source, tell))
