@@ -2,7 +2,6 @@
 
     tiered checkpoint --export--> huggingface   weights as safetensors, whole or in shards
                                   adamw         torch.optim.AdamW's state by name, one file for torch.load
-                                  dcp           a torch.distributed.checkpoint folder: weights and optimizer
     and --import--> back, where `huggingface` may bring an `adamw` file with it
 
 Owns names, dtypes and what fits what; each format is its own file's, what passes between them is a `State`. Invariants:
@@ -14,6 +13,7 @@ Owns names, dtypes and what fits what; each format is its own file's, what passe
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -22,14 +22,15 @@ from typing import Any, Literal
 
 import torch
 
-from tiered.checkpoint import beside, huggingface, own
+from tiered.checkpoint import adamw, beside, huggingface, own
 from tiered.checkpoint.folder import Folder, find
 from tiered.checkpoint.manifest import DTYPES
 from tiered.checkpoint.state import State, cast, watched
 from tiered.config import parse_size
 from tiered.errors import ConfigError, UsageError
 
-Format = Literal["huggingface", "adamw", "dcp"]
+Format = Literal["huggingface", "adamw"]
+FORMATS = ("huggingface", "adamw")
 Progress = Callable[[int, int], None]
 """Given the bytes done and of all, after each piece."""
 
@@ -48,7 +49,8 @@ def export_checkpoint(
     """Write a checkpoint of `save` in another format; returns where it is. One process calls it, without a model.
 
     source: a folder given to `save`; where it holds several (`keep`), the one committed last is meant. target: where
-    the result goes, a folder for "huggingface", which gives the weights as safetensors. dtype: of the weights (fp32,
+    the result goes: a folder for "huggingface" (weights as safetensors), a file for "adamw" (the optimizer's state as
+    torch has it, by name, for torch.load). dtype: of the weights (fp32,
     bf16 or fp16), rounded to nearest; buffers keep theirs. None keeps each parameter's, as it was trained: fp32 where
     there was a master. max_shard_size: bytes of data a safetensors file has at most. names: {name here: name there};
     keys that end in "." (or are empty) rename by the beginning. force: replace what an export has left there.
@@ -58,17 +60,22 @@ def export_checkpoint(
     the checkpoint's bytes are not those that were written. What was at `target` is then as it was.
     """
     shard_bytes = parse_size(max_shard_size, "max_shard_size")
-    if format not in ("huggingface",):
-        raise ConfigError(f"format={format!r}: use 'huggingface'")
+    if format not in FORMATS:
+        raise ConfigError(f"format={format!r}: use {', '.join(map(repr, FORMATS))}")
     _check_dtype(dtype)
     folder, place = find(source), _absolute(target)
     if folder.path in (place, *place.parents):
         raise UsageError(f"export_checkpoint(): {place} lies in the checkpoint itself: give another place")
-    beside.check(place, force=force, folder=True)
+    beside.check(place, force=force, folder=format != "adamw")
     with own.opened(folder) as held:
-        state = _counted(_in_dtype(_renamed(dataclasses.replace(held, moments={}), names or {}), dtype), progress)
-        with beside.new_folder(place, huggingface.OWN, force=force) as made:
-            huggingface.write(made, state, shard_bytes)
+        state = _in_dtype(_renamed(held, names or {}), dtype)
+        if format == "adamw":
+            _check_optimizer(folder, state)
+            with beside.new_file(place, force=force) as file:
+                adamw.write(file, _counted(dataclasses.replace(state, weights={}), progress))
+        else:
+            with beside.new_folder(place, huggingface.OWN, force=force) as made:
+                huggingface.write(made, _counted(dataclasses.replace(state, moments={}), progress), shard_bytes)
     return place
 
 
@@ -76,6 +83,7 @@ def import_checkpoint(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
+    optimizer: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | None = None,
     names: Mapping[str, str] | None = None,
     force: bool = False,
@@ -84,6 +92,7 @@ def import_checkpoint(
     """Write the training state that another program saved as a checkpoint that `load` takes; returns its folder.
 
     source: a safetensors file, or a folder of Hugging Face's layout. target: the folder of the checkpoint.
+    optimizer: a file of torch.save with AdamW's state by parameter name, as "adamw" exports it.
     dtype: of the weights (fp32, bf16 or fp16); None keeps theirs. Whatever it is, `load` fills fp32 masters exactly.
     names: {name in the source: name in the checkpoint}; keys that end in "." (or are empty) rename by the beginning.
     force: replace a checkpoint at `target`.
@@ -99,11 +108,47 @@ def import_checkpoint(
     _check_dtype(dtype)
     folder, path = Folder(target), _absolute(source)
     own.check(folder, force=force)
-    with huggingface.opened(path) as found:
-        state = _counted(_in_dtype(_renamed(found, names or {}), dtype), progress)
+    with contextlib.ExitStack() as files:
+        state = files.enter_context(huggingface.opened(path))
+        if optimizer is not None:
+            state = _joined(state, files.enter_context(adamw.opened(_absolute(optimizer))))
+        _check_fit(state)
+        state = _in_dtype(_renamed(state, names or {}), dtype)
         _check_weights(state)
-        own.write(folder, state, str(path))
+        own.write(folder, _counted(state, progress), str(path))
     return folder.path
+
+
+def _joined(weights: State, optimizer: State) -> State:
+    """Weights and an optimizer's state of two files; of a tied parameter the state may have another name."""
+    return dataclasses.replace(
+        weights,
+        moments={weights.aliases.get(name, name): m for name, m in optimizer.moments.items()},
+        groups=[
+            {**g, "params": [weights.aliases.get(name, name) for name in g["params"]]} for g in optimizer.groups or ()
+        ],
+    )
+
+
+def _check_fit(state: State) -> None:
+    """Raises UsageError naming all of an optimizer's state that fits no weight, or not in shape."""
+    named = {name for group in state.groups or () for name in group["params"]}
+    told = []
+    if unexpected := [name for name in {**state.moments, **dict.fromkeys(named)} if name not in state.weights]:
+        told.append(_listed("of the optimizer's state that have no weights", sorted(unexpected)))
+    if missing := [name for name in state.moments if name in state.weights and state.groups and name not in named]:
+        told.append(_listed("that are in none of its parameter groups", missing))
+    for name, moments in state.moments.items():
+        shapes = {source.shape for _, source in moments.items()} | {getattr(state.weights.get(name), "shape", None)}
+        if name in state.weights and len(shapes) > 1:
+            told.append(f"{name!r} has shape {state.weights[name].shape}, its moments {moments.exp_avg.shape}")
+    if told:
+        raise UsageError(f"import_checkpoint(): {'; '.join(told)}")
+
+
+def _check_optimizer(folder: Folder, state: State) -> None:
+    if state.groups is None:
+        raise UsageError(f"export_checkpoint(): {folder.path} holds weights alone, no optimizer's state")
 
 
 def _absolute(path: str | os.PathLike[str]) -> Path:

@@ -35,6 +35,7 @@ class File:
             raise StorageError(number, f"cannot be opened: {os.strerror(number)}", self.path) from error
         about = os.fstat(self._descriptor)
         self.nbytes = about.st_size
+        self._kept: tuple[int, torch.Tensor] | None = None
         if not stat.S_ISREG(about.st_mode):
             self.close()
             raise StorageError(errno.EINVAL, "is no regular file", self.path)
@@ -62,6 +63,17 @@ class File:
         """Fill `out` (1-D, contiguous, on the CPU) with the bytes from `offset` on."""
         if out.numel():
             read_into(out.view(torch.uint8).numpy().data, self._descriptor, offset, self.path)
+
+    def kept(self, offset: int, nbytes: int) -> torch.Tensor:
+        """The bytes from `offset` on (1-D uint8), kept until others are asked for; for what cannot be read in order."""
+        if self._kept is None or self._kept[0] != offset or self._kept[1].numel() != nbytes:
+            self._kept = None  # before there are others
+            if offset + nbytes > self.nbytes:
+                self.refuse(f"{nbytes} bytes at {offset} reach beyond its {self.nbytes}: is it truncated?")
+            out = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            self.fill(out, offset)
+            self._kept = (offset, out)
+        return self._kept[1]
 
     def refuse(self, why: str) -> NoReturn:
         """Raises CorruptDataError with the file's path."""

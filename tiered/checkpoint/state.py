@@ -48,6 +48,16 @@ class Source:
         return out.view(self.shape)
 
 
+def constant(value: torch.Tensor) -> Source:
+    """A source of values that are there."""
+    flat = value.reshape(-1)
+
+    def fill(out: torch.Tensor, start: int) -> None:
+        out.copy_(flat[start : start + out.numel()])
+
+    return Source(tuple(value.shape), value.dtype, fill)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moments:
     """What AdamW keeps of one parameter."""
