@@ -105,6 +105,8 @@ def taken_group(group: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
     betas = found.get("betas")
     found["betas"] = pair = list(betas) if isinstance(betas, (list, tuple)) else [None]
+    if not isinstance(found.get("params"), list) or not all(isinstance(name, str) for name in found["params"]):
+        raise UsageError(f"{where}: a parameter group has no list of names")
     numbers = [found.get(name) for name in _NEEDED if name != "betas"] + pair
     if not all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers):
         raise UsageError(f"{where}: a parameter group lacks one of {', '.join(_NEEDED)}, or it is no number")

@@ -2,6 +2,7 @@
 
     tiered checkpoint --export--> huggingface   weights as safetensors, whole or in shards
                                   adamw         torch.optim.AdamW's state by name, one file for torch.load
+                                  dcp           a torch.distributed.checkpoint folder: weights and optimizer
     and --import--> back, where `huggingface` may bring an `adamw` file with it
 
 Owns names, dtypes and what fits what; each format is its own file's, what passes between them is a `State`. Invariants:
@@ -22,15 +23,17 @@ from typing import Any, Literal
 
 import torch
 
-from tiered.checkpoint import adamw, beside, huggingface, own
+from tiered.checkpoint import adamw, beside, dcp, huggingface, own
+from tiered.checkpoint.chunks import METADATA
+from tiered.checkpoint.dcp import Keys
 from tiered.checkpoint.folder import Folder, find
 from tiered.checkpoint.manifest import DTYPES
 from tiered.checkpoint.state import State, cast, watched
 from tiered.config import parse_size
 from tiered.errors import ConfigError, UsageError
 
-Format = Literal["huggingface", "adamw"]
-FORMATS = ("huggingface", "adamw")
+Format = Literal["huggingface", "adamw", "dcp"]
+FORMATS = ("huggingface", "adamw", "dcp")
 Progress = Callable[[int, int], None]
 """Given the bytes done and of all, after each piece."""
 
@@ -43,17 +46,20 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     names: Mapping[str, str] | None = None,
+    keys: Keys = ("model", "optim"),
     force: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """Write a checkpoint of `save` in another format; returns where it is. One process calls it, without a model.
 
     source: a folder given to `save`; where it holds several (`keep`), the one committed last is meant. target: where
-    the result goes: a folder for "huggingface" (weights as safetensors), a file for "adamw" (the optimizer's state as
-    torch has it, by name, for torch.load). dtype: of the weights (fp32,
+    the result goes: a folder for "huggingface" (weights as safetensors) and "dcp" (weights and optimizer for
+    torch.distributed.checkpoint.load), a file for "adamw" (the optimizer's state as torch has it, by name, for
+    torch.load). dtype: of the weights (fp32,
     bf16 or fp16), rounded to nearest; buffers keep theirs. None keeps each parameter's, as it was trained: fp32 where
     there was a master. max_shard_size: bytes of data a safetensors file has at most. names: {name here: name there};
-    keys that end in "." (or are empty) rename by the beginning. force: replace what an export has left there.
+    keys that end in "." (or are empty) rename by the beginning. keys: of "dcp", under which names the model and the
+    optimizer are ("app.model", or "" for none); None for no optimizer. force: replace what an export has left there.
 
     At most 32 MiB are in memory at once. Raises UsageError for names that fit nothing and values that `dtype` cannot
     hold, StorageError where there is no checkpoint or the target is taken or cannot be written, CorruptDataError where
@@ -73,6 +79,11 @@ def export_checkpoint(
             _check_optimizer(folder, state)
             with beside.new_file(place, force=force) as file:
                 adamw.write(file, _counted(dataclasses.replace(state, weights={}), progress))
+        elif format == "dcp":
+            if keys[1] is None:
+                state = dataclasses.replace(state, moments={}, groups=None)
+            with beside.new_folder(place, dcp.OWN, force=force) as made:
+                dcp.write(made, _counted(state, progress), keys)
         else:
             with beside.new_folder(place, huggingface.OWN, force=force) as made:
                 huggingface.write(made, _counted(dataclasses.replace(state, moments={}), progress), shard_bytes)
@@ -86,16 +97,19 @@ def import_checkpoint(
     optimizer: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | None = None,
     names: Mapping[str, str] | None = None,
+    keys: Keys = ("model", "optim"),
     force: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """Write the training state that another program saved as a checkpoint that `load` takes; returns its folder.
 
-    source: a safetensors file, or a folder of Hugging Face's layout. target: the folder of the checkpoint.
-    optimizer: a file of torch.save with AdamW's state by parameter name, as "adamw" exports it.
+    source: a safetensors file, a folder of Hugging Face's layout, or one of torch.distributed.checkpoint. target: the
+    folder of the checkpoint. optimizer: a file of torch.save with AdamW's state by parameter name, as "adamw" exports
+    it, for weights without.
     dtype: of the weights (fp32, bf16 or fp16); None keeps theirs. Whatever it is, `load` fills fp32 masters exactly.
     names: {name in the source: name in the checkpoint}; keys that end in "." (or are empty) rename by the beginning.
-    force: replace a checkpoint at `target`.
+    keys: under which names a folder of torch.distributed.checkpoint has the model and AdamW's state ("" for names
+    without a beginning, None for no optimizer). force: replace a checkpoint at `target`.
 
     Without an optimizer's state `load` begins with fresh moments. Which tensors are buffers a source may not tell:
     `load` takes each for what the model has. One process calls it; at most 32 MiB are in memory at once. Nothing is
@@ -109,7 +123,8 @@ def import_checkpoint(
     folder, path = Folder(target), _absolute(source)
     own.check(folder, force=force)
     with contextlib.ExitStack() as files:
-        state = files.enter_context(huggingface.opened(path))
+        is_dcp = (path / METADATA).exists()
+        state = files.enter_context(dcp.opened(path, keys) if is_dcp else huggingface.opened(path))
         if optimizer is not None:
             state = _joined(state, files.enter_context(adamw.opened(_absolute(optimizer))))
         _check_fit(state)

@@ -104,7 +104,7 @@ class _Loading:
             if not found:
                 missing.append(home.name)
                 continue
-            stored = found[0]
+            stored = max(found, key=lambda each: len(each.kinds))  # of two names moments may have one alone
             used |= {id(other) for other in found if _same(stored, other)}
             if stored.shape != tuple(home.slot.shape):
                 raise UsageError(
