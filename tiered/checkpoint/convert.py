@@ -70,10 +70,10 @@ def export_checkpoint(
         raise ConfigError(f"format={format!r}: use {', '.join(map(repr, FORMATS))}")
     _check_dtype(dtype)
     folder, place = find(source), _absolute(target)
-    if folder.path in (place, *place.parents):
-        raise UsageError(f"export_checkpoint(): {place} lies in the checkpoint itself: give another place")
-    beside.check(place, force=force, folder=format != "adamw")
     with own.opened(folder) as held:
+        if folder.path in (place, *place.parents):
+            raise UsageError(f"export_checkpoint(): {place} lies in the checkpoint itself: give another place")
+        beside.check(place, force=force, folder=format != "adamw")
         state = _in_dtype(_renamed(held, names or {}), dtype)
         if format == "adamw":
             _check_optimizer(folder, state)
