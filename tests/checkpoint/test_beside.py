@@ -4,6 +4,7 @@ import errno
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -161,6 +162,7 @@ while True:
     number += 1
     tiered.export_checkpoint(f"{sys.argv[1]}/saved{number % 2}", f"{sys.argv[1]}/hf", max_shard_size=8000, force=True)
     tiered.import_checkpoint(f"{sys.argv[1]}/hf", f"{sys.argv[1]}/back", force=True)
+    tiered.export_checkpoint(f"{sys.argv[1]}/back", f"{sys.argv[1]}/dcp", format="dcp", force=True)
 """
 
 
@@ -179,28 +181,23 @@ def test_a_conversion_that_is_killed_at_any_instant_leaves_the_old_or_the_new_wh
         finally:
             process.send_signal(signal.SIGKILL)
             process.communicate()
-        for kind in ("hf", "back"):
-            if (tmp_path / kind).exists() and (kind == "hf" or (tmp_path / "back" / "manifest.json").exists()):
+        for kind in ("hf", "dcp", "back"):
+            if (tmp_path / kind / "manifest.json").exists() or (kind != "back" and (tmp_path / kind).exists()):
                 whole(tmp_path, kind)
     assert (tmp_path / "back" / "manifest.json").exists(), "no conversion ever ended"
     tiered.export_checkpoint(tmp_path / "saved0", tmp_path / "hf", force=True)
-    assert {path.name for path in tmp_path.iterdir()} == {"x.safetensors", "saved0", "saved1", "hf", "back"}
+    tiered.export_checkpoint(tmp_path / "saved0", tmp_path / "dcp", format="dcp", force=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"x.safetensors", "saved0", "saved1", "hf", "dcp", "back"}
 
 
 def whole(folder: Path, kind: str) -> None:
     """The tensors there are all those of one of the two."""
-    if kind == "back":
-        tiered.export_checkpoint(folder / "back", folder / "seen", force=True)
-        values = load_file(folder / "seen" / "model.safetensors")
-        for path in (folder / "seen").iterdir():
-            path.unlink()
-        (folder / "seen").rmdir()
-    else:
-        tiered.import_checkpoint(folder / "hf", folder / "check")
-        for path in sorted((folder / "check").rglob("*"), reverse=True):
-            path.unlink() if path.is_file() else path.rmdir()
-        (folder / "check").rmdir()
-        values = {k: v for path in (folder / "hf").glob("*.safetensors") for k, v in load_file(path).items()}
+    held = folder / kind
+    if kind != "back":
+        held = tiered.import_checkpoint(held, folder / "seen" / "checkpoint")
+    tiered.export_checkpoint(held, folder / "seen" / "hf")
+    values = load_file(folder / "seen" / "hf" / "model.safetensors")
+    shutil.rmtree(folder / "seen")
     number = int(next(iter(values.values()))[0, 0])
     assert len(values) == 8 + 8 * number
     assert all(bool((value == number).all()) for value in values.values())

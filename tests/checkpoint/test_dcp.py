@@ -426,6 +426,14 @@ def test_code_in_a_chunk_or_in_a_setting_is_refused_and_not_run(folder: Path, mo
     assert not (folder.parent / "evil").exists()
 
 
+def test_steps_that_are_plain_numbers_come_in(tmp_path: Path) -> None:
+    state = {"state": {"w": {"step": 5, "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}}}
+    groups = [{"params": ["w"], "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}]
+    dcp.save({"model": {"w": torch.ones(2)}, "optim": {**state, "param_groups": groups}}, checkpoint_id=tmp_path / "d")
+    tiered.import_checkpoint(tmp_path / "d", tmp_path / "back")
+    assert convert.find(tmp_path / "back").read().step == 5
+
+
 def test_what_is_in_a_model_and_no_tensor_is_named(tmp_path: Path) -> None:
     dcp.save({"model": {"w": torch.ones(2), "extra": "text"}}, checkpoint_id=tmp_path / "dcp")
     assert "model.extra" in refused(tmp_path / "dcp", tiered.UsageError)

@@ -392,6 +392,26 @@ def test_a_file_that_is_a_pipe_is_refused_and_a_link_to_a_file_is_followed(tmp_p
     tiered.import_checkpoint(tmp_path / "hf", tmp_path / "back")
 
 
+def test_loading_a_folder_of_another_format_says_what_makes_a_checkpoint_of_it(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    save_file({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, tmp_path / "hf" / "model.safetensors")
+    with (
+        sharded(nn.Linear(2, 2), device="cpu") as (model, optimizer, _),
+        pytest.raises(tiered.StorageError, match=r"'model\.safetensors'.*tiered import"),
+    ):
+        tiered.load(model, optimizer, tmp_path / "hf")
+
+
+def test_a_buffer_that_safetensors_has_no_dtype_for_is_named(tmp_path: Path) -> None:
+    plain = nn.Linear(2, 2)
+    plain.register_buffer("turns", torch.ones(2, dtype=torch.complex64))
+    with sharded(plain, device="cpu") as (model, optimizer, _):
+        tiered.save(model, optimizer, tmp_path / "saved")
+    with pytest.raises(tiered.UsageError, match=r"turns \(torch\.complex64\)"):
+        tiered.export_checkpoint(tmp_path / "saved", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
 def test_bytes_of_a_checkpoint_that_have_changed_are_never_exported(tmp_path: Path) -> None:
     saved(tmp_path / "saved")
     (file,) = (tmp_path / "saved").glob("*/*.safetensors")

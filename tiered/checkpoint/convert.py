@@ -28,6 +28,7 @@ from tiered.checkpoint.chunks import METADATA
 from tiered.checkpoint.dcp import Keys
 from tiered.checkpoint.folder import Folder, find
 from tiered.checkpoint.manifest import DTYPES
+from tiered.checkpoint.slices import NAMES
 from tiered.checkpoint.state import State, cast, watched
 from tiered.config import parse_size
 from tiered.errors import ConfigError, UsageError
@@ -55,15 +56,16 @@ def export_checkpoint(
     source: a folder given to `save`; where it holds several (`keep`), the one committed last is meant. target: where
     the result goes: a folder for "huggingface" (weights as safetensors) and "dcp" (weights and optimizer for
     torch.distributed.checkpoint.load), a file for "adamw" (the optimizer's state as torch has it, by name, for
-    torch.load). dtype: of the weights (fp32,
-    bf16 or fp16), rounded to nearest; buffers keep theirs. None keeps each parameter's, as it was trained: fp32 where
-    there was a master. max_shard_size: bytes of data a safetensors file has at most. names: {name here: name there};
-    keys that end in "." (or are empty) rename by the beginning. keys: of "dcp", under which names the model and the
-    optimizer are ("app.model", or "" for none); None for no optimizer. force: replace what an export has left there.
+    torch.load). dtype: of the weights (fp32, bf16 or fp16), rounded to nearest; buffers keep theirs. None keeps each
+    parameter's, as it was trained: fp32 where there was a master. max_shard_size: bytes of data a safetensors file has
+    at most. names: {name here: name there}; keys that end in "." (or are empty) rename by the beginning. keys: of
+    "dcp", under which names the model and the optimizer are ("app.model", or "" for none); None for no optimizer. force:
+    replace what an export has left there; files of others in a folder stay. progress: called with the bytes done and
+    of all; what it raises ends the export.
 
-    At most 32 MiB are in memory at once. Raises UsageError for names that fit nothing and values that `dtype` cannot
-    hold, StorageError where there is no checkpoint or the target is taken or cannot be written, CorruptDataError where
-    the checkpoint's bytes are not those that were written. What was at `target` is then as it was.
+    At most 64 MiB of it are in memory at once. Raises UsageError for names that fit nothing and values that `dtype`
+    cannot hold, StorageError where there is no checkpoint or the target is taken or cannot be written, CorruptDataError
+    where the checkpoint's bytes are not those that were written. What was at `target` is then as it was.
     """
     shard_bytes = parse_size(max_shard_size, "max_shard_size")
     if format not in FORMATS:
@@ -75,6 +77,7 @@ def export_checkpoint(
             raise UsageError(f"export_checkpoint(): {place} lies in the checkpoint itself: give another place")
         beside.check(place, force=force, folder=format != "adamw")
         state = _in_dtype(_renamed(held, names or {}), dtype)
+        _check_kinds(state)
         if format == "adamw":
             _check_optimizer(folder, state)
             with beside.new_file(place, force=force) as file:
@@ -112,8 +115,9 @@ def import_checkpoint(
     without a beginning, None for no optimizer). force: replace a checkpoint at `target`.
 
     Without an optimizer's state `load` begins with fresh moments. Which tensors are buffers a source may not tell:
-    `load` takes each for what the model has. One process calls it; at most 32 MiB are in memory at once. Nothing is
-    ever unpickled.
+    `load` takes each for what the model has. One process calls it; at most 64 MiB of it are in memory at once (but
+    the whole storage of a tensor that is not contiguous). Nothing is ever unpickled. progress: called with the bytes
+    done and of all; what it raises ends the import.
 
     Raises UsageError for names and shapes that do not fit each other (all of them) and dtypes that there are not,
     StorageError for a file that is missing and a target that is taken, CorruptDataError for a source that is not sound.
@@ -231,6 +235,11 @@ def _in_dtype(state: State, dtype: torch.dtype | None) -> State:
         for name, source in state.weights.items()
     }
     return dataclasses.replace(state, weights=weights)
+
+
+def _check_kinds(state: State) -> None:
+    if odd := [f"{name} ({source.dtype})" for name, source in state.weights.items() if source.dtype not in NAMES]:
+        raise UsageError(f"export_checkpoint(): {_listed('have a dtype that safetensors has not', odd)}")
 
 
 def _check_weights(state: State) -> None:

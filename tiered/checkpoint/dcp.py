@@ -35,7 +35,7 @@ from tiered.checkpoint.state import Source, State
 from tiered.errors import UsageError
 from tiered.zero.model import STATE_KINDS
 
-CHUNK_BYTES = 4 * PIECE_BYTES
+CHUNK_BYTES = 2 * PIECE_BYTES
 _DATA = "__0_0.distcp"
 OWN = re.compile(r"\.metadata|__[0-9]+_[0-9]+\.distcp")
 """Names of files that such folders have."""
@@ -228,10 +228,10 @@ def _state(tensors: Mapping[str, Source], values: Mapping[str, Place], keys: Key
     if outside is None or not any(name.startswith(outside) for name in (*tensors, *values)):
         return State(weights)
     states: dict[Any, dict[str, Any]] = {}
-    for name, source in tensors.items():
+    for name in (*tensors, *values):
         if name.startswith(f"{outside}state."):
             of, _, kind = name.removeprefix(f"{outside}state.").rpartition(".")
-            states.setdefault(of, {})[kind] = source
+            states.setdefault(of, {})[kind] = tensors[name] if name in tensors else values[name].read()
     groups = [adamw.taken_group(group, where) for group in _groups(tensors, values, f"{outside}param_groups", where)]
     return State(weights, moments=adamw.taken_moments(states, where), groups=groups)
 

@@ -33,6 +33,7 @@ _NEW = "manifest.json.new"
 _ID = re.compile(r"[0-9a-f]{16}")
 _DATA = re.compile(r"rank-[0-9]{1,6}\.safetensors")
 _STEP = re.compile(r"step-[0-9]{9,}")
+_OTHER = re.compile(r"\.safetensors(\.index\.json)?$|^\.metadata$")  # beside no manifest
 _LARGEST_MANIFEST = 1 << 30  # bytes
 
 
@@ -118,6 +119,14 @@ class Folder:
         path = self.path / MANIFEST
         with self._named("no whole checkpoint can be read there"):
             _own(self.path)
+            others = [name for name in os.listdir(self.path) if _OTHER.search(name)]
+            if others and not path.exists():
+                raise StorageError(
+                    errno.EINVAL,
+                    f"no checkpoint of this package, by {others[0]!r} one of another: make one of it with "
+                    f"tiered.import_checkpoint, or tiered import",
+                    str(self.path),
+                )
             with open(path, "rb", opener=_opener) as file:
                 data = file.read(_LARGEST_MANIFEST + 1)
         if len(data) > _LARGEST_MANIFEST:
