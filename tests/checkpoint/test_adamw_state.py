@@ -312,6 +312,13 @@ def test_what_is_no_state_of_these_weights_is_named_before_anything_is_written(n
     assert not (tmp_path / "back").exists()
 
 
+def test_moments_of_a_tensor_of_whole_numbers_are_refused(tmp_path: Path) -> None:
+    weights, optimizer = files(tmp_path, lambda _: None)
+    save_file({"weight": torch.ones(2, 3), "bias": torch.arange(2)}, weights)
+    with pytest.raises(tiered.UsageError, match=r"no floating tensors \('bias'\)"):
+        tiered.import_checkpoint(weights, tmp_path / "back", optimizer=optimizer)
+
+
 def test_weights_named_by_hand_take_their_moments_with_them(tmp_path: Path) -> None:
     weights, optimizer = files(tmp_path, lambda _: None)
     tiered.import_checkpoint(weights, tmp_path / "back", optimizer=optimizer, names={"": "model."})

@@ -363,7 +363,7 @@ CRAFTED: dict[str, Callable[[Any], Any]] = {
     "chunks of other dimensions": lambda m: setattr(chunk(m), "offsets", torch.Size([0])),
     "a complex dtype": lambda m: setattr(tensor(m).properties, "dtype", torch.complex64),
     "chunks of another shape": lambda m: [reshape(m, name) for name in m.state_dict_metadata if "weight" in name],
-    "a chunk of another dtype": lambda m: setattr(tensor(m).properties, "dtype", torch.int32),
+    "a chunk of another dtype": lambda m: setattr(tensor(m).properties, "dtype", torch.float16),
     "names for tensors": lambda m: m.state_dict_metadata.update({"model.weight": "x"}),
     "no tensors": lambda m: setattr(m, "state_dict_metadata", None),
     "no places": lambda m: setattr(m, "storage_data", []),

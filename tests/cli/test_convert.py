@@ -1,5 +1,6 @@
 """`tiered export` and `tiered import` as a user starts them: results, refusals of one line, and signals."""
 
+import io
 import json
 import os
 import signal
@@ -97,7 +98,8 @@ def test_every_option_reaches_its_argument() -> None:
         ("import {0}/w.safetensors {0}/x --name b=c --name b=d", "got 'b' twice"),
         ("import {0}/w.safetensors {0}/x --json {0}", "expected a file or -"),
         ("import {0}/w.safetensors {0}/x --optimizer {0}/none.pt", "none.pt"),
-        ("export {0} {0}/x", "no whole checkpoint"),
+        ("export {0}/none {0}/x", "no whole checkpoint"),
+        ("export {0} {0}/x", "tiered import"),
         ("export {0} {0}/x --max-shard-size much", "max_shard_size"),
         ("export {0} {0}/x --format tar", "--format"),
     ],
@@ -174,3 +176,15 @@ def test_bytes_are_shown_now_and_then_where_nobody_watches(monkeypatch: pytest.M
         for done in (1, 2, 3, 4):
             show(done << 20, 4 << 20)
     assert (tmp_path / "shown").read_text() == "export 2.0 MiB of 4.0 MiB\nexport 4.0 MiB of 4.0 MiB\n"
+
+
+def test_on_a_terminal_a_bar_is_shown() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    with BytesDisplay(stream, "import") as show:
+        show(1 << 20, 4 << 20)
+    assert "import" in stream.getvalue()
+    assert "1.0/4.0 MiB" in stream.getvalue()

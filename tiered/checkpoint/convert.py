@@ -53,15 +53,18 @@ def export_checkpoint(
 ) -> Path:
     """Write a checkpoint of `save` in another format; returns where it is. One process calls it, without a model.
 
-    source: a folder given to `save`; where it holds several (`keep`), the one committed last is meant. target: where
-    the result goes: a folder for "huggingface" (weights as safetensors) and "dcp" (weights and optimizer for
-    torch.distributed.checkpoint.load), a file for "adamw" (the optimizer's state as torch has it, by name, for
-    torch.load). dtype: of the weights (fp32, bf16 or fp16), rounded to nearest; buffers keep theirs. None keeps each
-    parameter's, as it was trained: fp32 where there was a master. max_shard_size: bytes of data a safetensors file has
-    at most. names: {name here: name there}; keys that end in "." (or are empty) rename by the beginning. keys: of
-    "dcp", under which names the model and the optimizer are ("app.model", or "" for none); None for no optimizer. force:
-    replace what an export has left there; files of others in a folder stay. progress: called with the bytes done and
-    of all; what it raises ends the export.
+    source: a folder given to `save`; where it holds several (`keep`), the one committed last is meant.
+    target: where the result goes: a folder for "huggingface" (weights as safetensors) and "dcp" (weights and optimizer
+        for torch.distributed.checkpoint.load), a file for "adamw" (the optimizer's state as torch has it, by name, for
+        torch.load).
+    dtype: of the parameters (fp32, bf16 or fp16), rounded to nearest; buffers keep theirs. None keeps each parameter's,
+        as it was trained: fp32 where there was a master.
+    max_shard_size: bytes of data a safetensors file has at most.
+    names: {name here: name there}; keys that end in "." (or are empty) rename by the beginning.
+    keys: of "dcp", under which names the model and the optimizer are ("app.model", or "" for none); None for no
+        optimizer.
+    force: replace what an export has left there; files of others in a folder stay.
+    progress: called with the bytes done and of all; what it raises ends the export.
 
     At most 64 MiB of it are in memory at once. Raises UsageError for names that fit nothing and values that `dtype`
     cannot hold, StorageError where there is no checkpoint or the target is taken or cannot be written, CorruptDataError
@@ -106,18 +109,19 @@ def import_checkpoint(
 ) -> Path:
     """Write the training state that another program saved as a checkpoint that `load` takes; returns its folder.
 
-    source: a safetensors file, a folder of Hugging Face's layout, or one of torch.distributed.checkpoint. target: the
-    folder of the checkpoint. optimizer: a file of torch.save with AdamW's state by parameter name, as "adamw" exports
-    it, for weights without.
+    source: a safetensors file, a folder of Hugging Face's layout, or one of torch.distributed.checkpoint.
+    target: the folder of the checkpoint.
+    optimizer: a file of torch.save with AdamW's state by parameter name, as "adamw" exports it, for weights without.
     dtype: of the weights (fp32, bf16 or fp16); None keeps theirs. Whatever it is, `load` fills fp32 masters exactly.
     names: {name in the source: name in the checkpoint}; keys that end in "." (or are empty) rename by the beginning.
     keys: under which names a folder of torch.distributed.checkpoint has the model and AdamW's state ("" for names
-    without a beginning, None for no optimizer). force: replace a checkpoint at `target`.
+        without a beginning, None for no optimizer).
+    force: replace a checkpoint at `target`.
+    progress: called with the bytes done and of all; what it raises ends the import.
 
     Without an optimizer's state `load` begins with fresh moments. Which tensors are buffers a source may not tell:
     `load` takes each for what the model has. One process calls it; at most 64 MiB of it are in memory at once (but
-    the whole storage of a tensor that is not contiguous). Nothing is ever unpickled. progress: called with the bytes
-    done and of all; what it raises ends the import.
+    the whole storage of a tensor that is not contiguous). Nothing is ever unpickled.
 
     Raises UsageError for names and shapes that do not fit each other (all of them) and dtypes that there are not,
     StorageError for a file that is missing and a target that is taken, CorruptDataError for a source that is not sound.
@@ -157,6 +161,8 @@ def _check_fit(state: State) -> None:
         told.append(_listed("of the optimizer's state that have no weights", sorted(unexpected)))
     if missing := [name for name in state.moments if name in state.weights and state.groups and name not in named]:
         told.append(_listed("that are in none of its parameter groups", missing))
+    if odd := [n for n in state.moments if n in state.weights and not state.weights[n].dtype.is_floating_point]:
+        told.append(_listed("that have moments and are no floating tensors", odd))
     for name, moments in state.moments.items():
         shapes = {source.shape for _, source in moments.items()} | {getattr(state.weights.get(name), "shape", None)}
         if name in state.weights and len(shapes) > 1:

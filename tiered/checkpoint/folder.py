@@ -123,8 +123,8 @@ class Folder:
             if others and not path.exists():
                 raise StorageError(
                     errno.EINVAL,
-                    f"no checkpoint of this package, by {others[0]!r} one of another: make one of it with "
-                    f"tiered.import_checkpoint, or tiered import",
+                    f"the folder has {others[0]!r} and no manifest, as other programs save: make a checkpoint of it "
+                    f"with tiered.import_checkpoint, or tiered import",
                     str(self.path),
                 )
             with open(path, "rb", opener=_opener) as file:
