@@ -1,6 +1,7 @@
 """Train models larger than memory: ZeRO on a tiered store of device memory, RAM and NVMe, in a plain loop."""
 
 from tiered.api import average, close, deferred_init, gather, no_sync, shard, stats
+from tiered.checkpoint.convert import export_checkpoint, import_checkpoint
 from tiered.checkpoint.load import load
 from tiered.checkpoint.resume import resume
 from tiered.checkpoint.save import save
@@ -40,7 +41,9 @@ __all__ = [
     "close",
     "deferred_init",
     "estimate",
+    "export_checkpoint",
     "gather",
+    "import_checkpoint",
     "load",
     "no_sync",
     "resume",

@@ -1,4 +1,4 @@
-"""What saving and loading have in common: a part that every rank does."""
+"""What saving and loading have in common: a part that every rank does, and the names a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -41,3 +41,12 @@ def on_every_rank(
         if failed is not None:
             raise StorageError(0, f"{doing} failed on rank {rank}: {failed}", str(path()))
     return [given for _, given in told]
+
+
+def names_of_parameters(sharded: ShardedModel) -> dict[int, list[str]]:
+    """By id of the Parameter all names it has, first the one it is stored by; several where it is tied."""
+    names: dict[int, list[str]] = {id(home.param): [home.name] for home in sharded.homes}
+    for name, param in sharded.module.named_parameters(remove_duplicate=False):
+        if name not in names.setdefault(id(param), [name]):
+            names[id(param)].append(name)
+    return names

@@ -33,6 +33,7 @@ _NEW = "manifest.json.new"
 _ID = re.compile(r"[0-9a-f]{16}")
 _DATA = re.compile(r"rank-[0-9]{1,6}\.safetensors")
 _STEP = re.compile(r"step-[0-9]{9,}")
+_OTHER = re.compile(r"\.safetensors(\.index\.json)?$|^\.metadata$")  # beside no manifest
 _LARGEST_MANIFEST = 1 << 30  # bytes
 
 
@@ -118,6 +119,14 @@ class Folder:
         path = self.path / MANIFEST
         with self._named("no whole checkpoint can be read there"):
             _own(self.path)
+            others = [name for name in os.listdir(self.path) if _OTHER.search(name)]
+            if others and not path.exists():
+                raise StorageError(
+                    errno.EINVAL,
+                    f"the folder has {others[0]!r} and no manifest, as other programs save: make a checkpoint of it "
+                    f"with tiered.import_checkpoint, or tiered import",
+                    str(self.path),
+                )
             with open(path, "rb", opener=_opener) as file:
                 data = file.read(_LARGEST_MANIFEST + 1)
         if len(data) > _LARGEST_MANIFEST:
@@ -172,6 +181,16 @@ def newest_first(parent: Path) -> list[Path]:
                     committed = -1
                 found.append((committed, Path(entry.path)))
     return [path for _, path in sorted(found, reverse=True)]
+
+
+def find(path: str | os.PathLike[str]) -> Folder:
+    """The folder of the checkpoint that `path` means: itself or, where it holds several, the one committed last."""
+    given = Path(os.path.abspath(os.fspath(path)))
+    if not (given / MANIFEST).exists():
+        for newest in newest_first(given)[:1]:
+            if (newest / MANIFEST).exists():
+                return Folder(newest)
+    return Folder(given)
 
 
 def flush_folder(path: Path) -> None:

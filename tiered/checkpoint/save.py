@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from tiered.checkpoint import extra as extras
-from tiered.checkpoint.common import on_every_rank
+from tiered.checkpoint.common import names_of_parameters, on_every_rank
 from tiered.checkpoint.folder import Folder, newest_first
 from tiered.checkpoint.manifest import DTYPES, Kind, Lone, Manifest, Part, Stored
 from tiered.checkpoint.slices import Entry, Writer
@@ -168,10 +168,7 @@ class _Saving:
                 part = Part(one["file"], offset, start, stop, tuple(hashes))
                 parts.setdefault(name, {}).setdefault(kind, []).append((dtype, part))
         parameters: dict[str, Stored] = {}
-        names: dict[int, list[str]] = {id(home.param): [home.name] for home in self.sharded.homes}
-        for name, param in self.sharded.module.named_parameters(remove_duplicate=False):
-            if name not in names.setdefault(id(param), [name]):
-                names[id(param)].append(name)
+        names = names_of_parameters(self.sharded)
         for home in self.sharded.homes:
             kinds = {
                 kind: Kind(DTYPES[found[0][0]], tuple(p for _, p in found if p.start < p.stop))
