@@ -24,7 +24,6 @@ from tiered.zero import truth
 from tiered.zero.buffers import persistent_buffers
 from tiered.zero.model import ShardedModel
 from tiered.zero.module import sharded_model
-from tiered.zero.passage import host_memory
 
 
 def resume(model: nn.Module, optimizer: AdamW) -> int:
@@ -98,10 +97,7 @@ class _Resuming:
             if "master" in group.blocks and not group.blocks["param"].lasts:
                 truth.derive_param(group)
             elif runtime.in_place and group.nbytes and group.present:  # the buffer is the truth's own copy
-                group.wait()
-                memory = host_memory(group.buffer)
-                memory.quiet()
-                self._store.read(group.blocks["param"], memory).wait()
+                self._store.load(group.blocks["param"], group.buffer.bytes, 0)
             group.edited = False
             self._sharded.alive("resume()")
 
