@@ -2,7 +2,7 @@
 
 from tiered.api import average, close, deferred_init, gather, no_sync, shard, stats
 from tiered.checkpoint.load import load
-from tiered.checkpoint.save import save
+from tiered.checkpoint.save import save, saving
 from tiered.config import Config, Emulation, MixedPrecision
 from tiered.errors import (
     BudgetError,
@@ -43,6 +43,7 @@ __all__ = [
     "load",
     "no_sync",
     "save",
+    "saving",
     "shard",
     "stats",
 ]

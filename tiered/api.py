@@ -24,8 +24,9 @@ from tiered.errors import ConfigError, UsageError
 from tiered.io.swapfile import SwapSpace
 from tiered.optim import kernels
 from tiered.stats import Meter, Stats
-from tiered.store.store import WINDOW_BYTES, TieredStore
+from tiered.store.store import TieredStore
 from tiered.store.tier import Budget, Tier
+from tiered.store.window import WINDOW_BYTES
 from tiered.zero.agreement import Call
 from tiered.zero.build import GroupPlan, build, gather_paths, plan_groups
 from tiered.zero.collectives import Ranks

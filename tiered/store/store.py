@@ -5,6 +5,7 @@
     read / write         a byte range between a block and the caller's own memory, asynchronously; piece-aligned
     load / patch         any byte range from or to a tensor, at once
     staging / unstage    host memory for bytes on their way, charged like everything else; `retire` when a copy is over
+    flush                the drive that is a block's home gets what it lacks
     discard              the contents are no longer wanted: no byte of them is moved again
 
 A block whose home is a device's own memory is lent that memory: of all these, `load` and `patch` work on it.
@@ -16,6 +17,7 @@ Invariants:
 4. After `close` every page, thread, descriptor and swap file is back.
 5. A verb that changes a block's memory waits first for the copies that still read it.
 Not thread-safe: one thread (the one inside forward, backward or step) calls at a time.
+`store.snapshot` reads beside it, and `before_change` is called before any block but of gradients is changed.
 """
 
 from __future__ import annotations
@@ -41,8 +43,7 @@ from tiered.store.block import Block, BlockKey, BlockState
 from tiered.store.policy import Candidate, victims
 from tiered.store.tier import Budget, Tier
 from tiered.store.watched import Watched
-
-WINDOW_BYTES = 4 << 20  # of `load` and `patch`: a multiple of every drive's piece
+from tiered.store.window import WINDOW_BYTES, windows
 
 
 class TieredStore:
@@ -59,6 +60,7 @@ class TieredStore:
         self._blocks: dict[BlockKey, Block] = {}
         self._lent: set[BlockKey] = set()  # blocks whose memory is the caller's charge
         self._failing = threading.Lock()
+        self.before_change: Callable[[], object] = bool  # waits for who reads blocks as they are
         self.on_pressure: Callable[[], object] = bool  # asked to give back staging that only carries hints
         self.on_shortage: Callable[[], bool] = bool  # asked again and again to wait for memory; False: none will come
 
@@ -104,9 +106,7 @@ class TieredStore:
 
     def acquire(self, block: Block, *, fresh: bool = False) -> Memory:
         """The whole block in host memory, pinned until `release`; `fresh`: what it held is not wanted, so not read.
-
-        Raises BudgetError where the host budget has no room for it even after evicting all that may go.
-        """
+        Raises BudgetError where the host budget has no room for it even after evicting all that may go."""
         block.check()
         if block.state is BlockState.NVME:
             with uninterrupted():
@@ -136,10 +136,8 @@ class TieredStore:
         return block.state in (BlockState.HOST, BlockState.FLUSHING) and not self._beyond(block)
 
     def discard(self, block: Block) -> None:
-        """Forget the contents: nothing of them is moved again, and the block reads as undefined until written.
-
-        Memory that somebody outside still views is left to them, and the block gets other memory.
-        """
+        """Forget the contents: nothing of them is moved again, and the block reads as undefined until written. Memory
+        that somebody outside still views is left to them, and the block gets other memory."""
         block.check()
         if block.state is BlockState.NVME or self._beyond(block):
             return
@@ -153,6 +151,13 @@ class TieredStore:
         elif memory.exported():
             block.memory = self._arena.exchange(memory)
 
+    def flush(self, block: Block) -> None:
+        """Wait until the drive holds what is current of a block whose home it is."""
+        block.check()
+        if block.dirty and block.state is BlockState.HOST:
+            self._flush(block)
+        self._settle(block)
+
     # --- byte ranges ---
 
     def read(self, block: Block, memory: Memory, *, at: int = 0, offset: int = 0, nbytes: int | None = None) -> Ticket:
@@ -164,7 +169,7 @@ class TieredStore:
             ctypes.memmove(memory.address + at, self._memory(block).address + offset, nbytes)
             return Finished()
         self._settle(block)
-        extent = _extent(block)
+        extent = extent_of(block)
         self._meter.count("nvme", read=nbytes)
         with uninterrupted():  # a transfer that has begun is always registered
             return self._watched(block, memory, self._drives().read(extent, memory.address + at, nbytes, offset))
@@ -172,6 +177,7 @@ class TieredStore:
     def write(self, block: Block, memory: Memory, *, at: int = 0, offset: int = 0, nbytes: int | None = None) -> Ticket:
         """Copy `nbytes` (default: to the block's end) of `memory` from byte `at` on into the block at `offset`."""
         nbytes = self._span(block, memory, at, offset, nbytes)
+        self.before_change()
         if not nbytes:
             return Finished()
         if self.resident(block):
@@ -182,7 +188,7 @@ class TieredStore:
             block.dirty |= block.extent is not None
             return Finished()
         self._settle(block)
-        extent = _extent(block)
+        extent = extent_of(block)
         self._meter.count("nvme", written=nbytes)
         with uninterrupted():
             return self._watched(block, memory, self._drives().write(extent, memory.address + at, nbytes, offset))
@@ -194,7 +200,7 @@ class TieredStore:
             buffer.read(out, offset)
             return
         with self._window(block) as memory:
-            for start, stop in _windows(block, offset, out.numel()):
+            for start, stop in windows(block, offset, out.numel()):
                 self.read(block, memory, offset=start, nbytes=stop - start).wait()
                 low, high = max(start, offset), min(stop, offset + out.numel())
                 out[low - offset : high - offset].copy_(memory.bytes[low - start : high - start])
@@ -202,13 +208,14 @@ class TieredStore:
     def patch(self, block: Block, data: torch.Tensor, offset: int) -> None:
         """Replace the block's bytes from `offset` on by `data` (1-D uint8, any size), through bounded staging."""
         block.check()
+        self.before_change()
         if (buffer := self._filled(block)) is not None:
             self._settle(block)
             buffer.write(data, offset)
             block.dirty |= block.extent is not None
             return
         with self._window(block) as memory:
-            for start, stop in _windows(block, offset, data.numel()):
+            for start, stop in windows(block, offset, data.numel()):
                 low, high = max(start, offset), min(stop, offset + data.numel())
                 if (low, high) != (start, stop):
                     self.read(block, memory, offset=start, nbytes=stop - start).wait()
@@ -281,7 +288,7 @@ class TieredStore:
         return self._arena.take(nbytes, what, zeros=zeros)
 
     def _fetch(self, block: Block, fresh: bool) -> None:
-        extent = _extent(block)
+        extent = extent_of(block)
         block.memory = memory = self._take(block.nbytes, str(block.key), zeros=extent.blank and not fresh)
         if fresh or extent.blank:
             block.move(BlockState.HOST)
@@ -294,7 +301,9 @@ class TieredStore:
         block.move(BlockState.FLUSHING)
         self._meter.count("nvme", written=block.nbytes)
         memory = self._memory(block)
-        block.ticket = self._watched(block, memory, self._drives().write(_extent(block), memory.address, block.nbytes))
+        block.ticket = self._watched(
+            block, memory, self._drives().write(extent_of(block), memory.address, block.nbytes)
+        )
 
     def _settle(self, block: Block) -> None:
         """Wait until nothing of the block is in flight; raises its first failure."""
@@ -351,10 +360,8 @@ class TieredStore:
         return block.key in self._lent and not (self._in_place and isinstance(block.memory, Memory))
 
     def _span(self, block: Block, memory: Memory, at: int, offset: int, nbytes: int | None) -> int:
-        """The bytes of a transfer with a block that is whole: `nbytes`, or all from `offset`.
-
-        A range past either end would be memory of somebody else: a fault of this program, never let through.
-        """
+        """The bytes of a transfer with a block that is whole: `nbytes`, or all from `offset`. A range past either end
+        would be memory of somebody else: a fault of this program, never let through."""
         block.check()
         nbytes = block.nbytes - offset if nbytes is None else nbytes
         if not (0 <= at <= at + nbytes <= memory.nbytes and 0 <= offset <= offset + nbytes <= block.nbytes):
@@ -407,14 +414,7 @@ class TieredStore:
                 block.move(BlockState.FAILED)
 
 
-def _extent(block: Block) -> Extent:
+def extent_of(block: Block) -> Extent:
     if block.extent is None:
         raise RuntimeError(f"{block.key} lives on the {block.home.value}: it has no extent on a drive")
     return block.extent
-
-
-def _windows(block: Block, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Piece-aligned windows [start, stop) of the block that cover a range."""
-    if nbytes:
-        for start in range(offset // WINDOW_BYTES * WINDOW_BYTES, offset + nbytes, WINDOW_BYTES):
-            yield start, min(start + WINDOW_BYTES, block.nbytes)
