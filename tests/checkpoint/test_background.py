@@ -3,6 +3,7 @@
 The thread that writes is held up here until somebody waits for it: what does not wait shows in what it then reads.
 """
 
+import contextlib
 import errno
 import logging
 import os
@@ -16,9 +17,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import deferred
 import pytest
 import torch
-from checkpoint.test_save_load import PLACES, Outcome, equal, network, on_ranks, outcome, session, train, uninterrupted
+from checkpoint.test_save_load import (
+    LINK,
+    PLACES,
+    Outcome,
+    equal,
+    network,
+    on_ranks,
+    outcome,
+    session,
+    train,
+    uninterrupted,
+)
 from threaded_ranks import LIMIT_S, World, sharded
 from torch import nn
 
@@ -29,6 +42,8 @@ from tiered.store.window import WINDOW_BYTES
 from tiered.zero.model import MODEL_ATTRIBUTE
 
 SAVER = "tiered-save"
+RESIDENT = {"device": "emulated", "emulation": LINK, "param_tier": "device", "optimizer_tier": "device"}
+EVERYWHERE = {**PLACES, "resident": RESIDENT}
 Gate = Callable[[], None]
 
 
@@ -84,12 +99,14 @@ def same_state(got: Outcome, want: Outcome) -> None:
 # --- what it holds ---
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", EVERYWHERE)
 def test_a_run_goes_on_bit_for_bit_and_what_is_saved_is_the_state_of_the_call(
     place: str, gate: threading.Event, tmp_path: Path
 ) -> None:
-    want = uninterrupted()
-    with session(nvme=tmp_path, **PLACES[place]) as (model, optimizer):
+    with session(nvme=tmp_path, **EVERYWHERE[place]) as (model, optimizer):
+        train(model, optimizer, range(5))
+        want = outcome(model, optimizer)
+    with session(nvme=tmp_path, **EVERYWHERE[place]) as (model, optimizer):
         train(model, optimizer, range(3))
         then = outcome(model, optimizer)
         extra = {"rng": torch.arange(3)}
@@ -158,11 +175,11 @@ CHANGES = [edit_in_place, edit_by_data, edit_gathered, edit_by_init, load_weight
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", EVERYWHERE)
 def test_what_changes_states_waits_until_they_have_been_read(
     place: str, change: Callable[[nn.Module, Any], None], gate: threading.Event, tmp_path: Path
 ) -> None:
-    with session(nvme=tmp_path, **PLACES[place]) as (model, optimizer):
+    with session(nvme=tmp_path, **EVERYWHERE[place]) as (model, optimizer):
         train(model, optimizer, range(2))
         then = outcome(model, optimizer)
         tiered.save(model, optimizer, tmp_path / "saved", background=True)
@@ -184,6 +201,18 @@ def test_masters_are_saved_as_they_were(dtype: torch.dtype, gate: threading.Even
         tiered.save(model, optimizer, tmp_path / "saved", background=True)
         train(model, optimizer, range(2, 4))
     same_state(loaded(tmp_path / "saved"), then)
+
+
+@pytest.mark.parametrize("place", ["device", "resident"])
+def test_what_a_device_has_yet_to_compute_is_saved_as_it_will_be(place: str, tmp_path: Path) -> None:
+    seen = []
+    for late in (False, True):
+        with deferred.compute(2e-3) if late else contextlib.nullcontext(), session(**EVERYWHERE[place]) as pair:
+            train(*pair, range(2))
+            tiered.save(*pair, tmp_path / str(late), background=True)
+            train(*pair, range(2, 3))
+        seen.append(loaded(tmp_path / str(late)))
+    same_state(seen[1], seen[0])
 
 
 class Clipped(nn.Module):

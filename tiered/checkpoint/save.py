@@ -27,8 +27,10 @@ from tiered.checkpoint import extra as extras
 from tiered.checkpoint.background import Background
 from tiered.checkpoint.common import on_every_rank, persistent_buffers
 from tiered.checkpoint.folder import Folder, newest_first
+from tiered.checkpoint.manifest import Manifest
 from tiered.checkpoint.share import Share, Written, outline, put_together
 from tiered.checkpoint.sidecar import Sidecars
+from tiered.device.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.optim.adamw import AdamW
 from tiered.zero.agreement import COMPUTING_FACTOR
@@ -100,8 +102,10 @@ class _Saving:
         self._lone: list[torch.Tensor] = []
         self._extras: list[Any] = []  # of every rank
         self._drawn = ""
+        self._outline: Manifest
         self._share: Share | None = None
         self._file: tuple[str, int] | None = None  # name and descriptor, until it is written
+        self._handed_over = False  # to a thread
 
     def together(self, part: Any) -> list[Any]:
         return on_every_rank(self.sharded, "save()", part, lambda: self.folder.path)
@@ -143,9 +147,10 @@ class _Saving:
         try:
             yield
         except BaseException:
-            self.close()
-            if self.rank == 0:
-                self.drop()
+            if not self._handed_over:
+                self.close()
+                if self.rank == 0:
+                    self.drop()
             raise
 
     # --- and goes on ---
@@ -159,7 +164,9 @@ class _Saving:
         patience_s = COMPUTING_FACTOR * self.sharded.config.rank_timeout_s
         check = self.sharded.runtime.check
         sidecars = Sidecars(self.folder, self._drawn, self.rank, check=check, patience_s=patience_s)
-        Background(self.sharded, self, sidecars).start()
+        with uninterrupted():
+            self._handed_over = True
+            Background(self.sharded, self, sidecars).start()
 
     def write(self, *, alive: Any, read: Any) -> Written:
         if self._share is None or self._file is None:
@@ -180,7 +187,7 @@ class _Saving:
             os.close(self._file[1])
         if self._share is not None:
             self._share.close()
-        self._file = self._share = None
+        self._file, self._share, self._lone = None, None, []
 
 
 def _check(sharded: ShardedModel, optimizer: AdamW | None, keep: int | None) -> None:
