@@ -4,7 +4,7 @@ from tiered.api import average, close, deferred_init, gather, no_sync, shard, st
 from tiered.checkpoint.convert import export_checkpoint, import_checkpoint
 from tiered.checkpoint.load import load
 from tiered.checkpoint.resume import resume
-from tiered.checkpoint.save import save
+from tiered.checkpoint.save import save, saving
 from tiered.config import Config, Emulation, MixedPrecision
 from tiered.errors import (
     BudgetError,
@@ -48,6 +48,7 @@ __all__ = [
     "no_sync",
     "resume",
     "save",
+    "saving",
     "shard",
     "stats",
 ]

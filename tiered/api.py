@@ -27,9 +27,9 @@ from tiered.io.generations import Durability
 from tiered.io.swapfile import SwapSpace
 from tiered.optim import kernels
 from tiered.stats import Meter, Stats
-from tiered.store.block import WINDOW_BYTES
 from tiered.store.store import TieredStore
 from tiered.store.tier import Budget, Tier
+from tiered.store.window import WINDOW_BYTES
 from tiered.zero import lasting
 from tiered.zero.agreement import Call
 from tiered.zero.build import GroupPlan, build, gather_paths, plan_groups

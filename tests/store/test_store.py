@@ -19,8 +19,9 @@ from tiered.errors import BudgetError, CorruptDataError, StorageError, SwapFullE
 from tiered.io.swapfile import SwapSpace
 from tiered.stats import Meter
 from tiered.store.block import Block, BlockKey, BlockState
-from tiered.store.store import WINDOW_BYTES, TieredStore
+from tiered.store.store import TieredStore
 from tiered.store.tier import Budget, Tier
+from tiered.store.window import WINDOW_BYTES
 
 PAGE = 4096
 MIB = 1 << 20

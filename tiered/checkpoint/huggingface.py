@@ -66,7 +66,7 @@ def write(folder: Path, state: State, shard_bytes: int) -> None:
         entries = [Entry(name, source.dtype, source.shape) for name, source in shard.items()]
         with Writer(beside.create(folder / file), str(folder / file), entries, aliases) as writer:
             for source in shard.values():
-                writer.write(source.nbytes, source.fill_bytes)
+                writer.write(source.pieces())
             writer.finish()
     if count > 1:
         total = sum(source.nbytes for source in state.weights.values())

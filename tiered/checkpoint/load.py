@@ -60,6 +60,7 @@ def load(
     sharded = sharded_model(model)
     if optimizer is not None and (not isinstance(optimizer, AdamW) or optimizer.model is not sharded):
         raise UsageError("load(): the optimizer is not a tiered.AdamW of this model: give its own, or None for weights")
+    sharded.end_saving()
     loading = _Loading(sharded, optimizer, names or {}, strict)
     loading.together("load(), looking", lambda: loading.look(path))
     loading.together("load()", sharded.before_step, closes=True)  # nobody is given values that are half old

@@ -83,7 +83,7 @@ def write(folder: Folder, state: State, source: str) -> None:
         keys = [Entry(f"{weight}:{kind}:0", each.dtype, each.shape) for weight, kind, each in entries]
         with Writer(descriptor, str(folder.path / name), keys) as writer:
             for weight, kind, each in entries:
-                offset, hashes = writer.write(each.nbytes, each.fill_bytes)
+                offset, hashes = writer.write(each.pieces())
                 written[weight, kind] = Part(name, offset, 0, each.numel, hashes)
             size = writer.finish()
         folder.commit(drawn, _manifest(state, written, {name: size}, source))

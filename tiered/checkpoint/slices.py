@@ -6,7 +6,8 @@ Read are the pieces that the manifest names, by ordinary reads: a drive that fai
 would give a signal.
 
 Invariants:
-1. At most PIECE_BYTES of a file are in memory at once, in either direction; a reader keeps the last piece.
+1. At most PIECE_BYTES of a file are in memory at once when it is read, and a reader keeps the last piece; what is
+   written is the caller's memory.
 2. What is read has the hash that was written, or CorruptDataError names the file and the offset.
 """
 
@@ -15,11 +16,12 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 
 from tiered.checkpoint.folder import Folder
 from tiered.checkpoint.manifest import PIECE_BYTES, Part, hash_of
@@ -57,7 +59,7 @@ class Writer:
     def __init__(
         self, descriptor: int, path: str, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None
     ) -> None:
-        """Owns `descriptor` from now on; `metadata` goes to the header. Raises StorageError."""
+        """Owns `descriptor` from now on, also where it raises StorageError; `metadata` goes to the header."""
         self._descriptor = descriptor
         self._path = path
         self._at = 0
@@ -68,7 +70,11 @@ class Writer:
             header[entry.key] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": span}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        self._put(len(text).to_bytes(8, "little") + text)
+        try:
+            self._put(len(text).to_bytes(8, "little") + text)
+        except BaseException:
+            os.close(descriptor)
+            raise
 
     def __enter__(self) -> Writer:
         return self
@@ -76,17 +82,20 @@ class Writer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         os.close(self._descriptor)
 
-    def write(self, nbytes: int, fill: Callable[[torch.Tensor, int], None]) -> tuple[int, tuple[str, ...]]:
-        """Write the next entry, of `nbytes`; `fill(out, at)` gives its bytes from `at` on (1-D uint8). Returns where it
-        starts in the file, and its hashes."""
-        offset, hashes = self._at, []
-        window = torch.empty(min(PIECE_BYTES, nbytes), dtype=torch.uint8, device="cpu")
-        for at in range(0, nbytes, PIECE_BYTES):
-            piece = window[: min(PIECE_BYTES, nbytes - at)]
-            fill(piece, at)
-            data = piece.numpy().data
-            hashes.append(hash_of(data))
-            self._put(data)
+    def write(self, data: Iterable[memoryview]) -> tuple[int, tuple[str, ...]]:
+        """Write the next entry, given in pieces of any size. Returns where it starts in the file, and its hashes."""
+        offset, hashes, hashing = self._at, [], xxhash.xxh3_64()
+        for piece in data:
+            while piece:
+                room = PIECE_BYTES - (self._at - offset) % PIECE_BYTES
+                part, piece = piece[:room], piece[room:]
+                hashing.update(part)
+                self._put(part)
+                if len(part) == room:
+                    hashes.append(hashing.hexdigest())
+                    hashing.reset()
+        if (self._at - offset) % PIECE_BYTES:
+            hashes.append(hashing.hexdigest())
         return offset, tuple(hashes)
 
     def finish(self) -> int:

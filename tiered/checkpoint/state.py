@@ -36,9 +36,13 @@ class Source:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def fill_bytes(self, out: torch.Tensor, at: int) -> None:
-        """The bytes from `at` on, both of whole elements; `out` is 1-D uint8."""
-        self.fill(out.view(self.dtype), at // self.dtype.itemsize)
+    def pieces(self) -> Iterator[memoryview]:
+        """All its bytes, in order, through one window: each piece is good until the next."""
+        window = torch.empty(min(PIECE_BYTES, self.nbytes), dtype=torch.uint8, device="cpu")
+        for at in range(0, self.nbytes, PIECE_BYTES):
+            piece = window[: min(PIECE_BYTES, self.nbytes - at)]
+            self.fill(piece.view(self.dtype), at // self.dtype.itemsize)
+            yield piece.numpy().data
 
     def whole(self) -> torch.Tensor:
         """All of it at once; for small ones."""

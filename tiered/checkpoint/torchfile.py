@@ -32,7 +32,6 @@ from tiered.checkpoint import inert
 from tiered.checkpoint.boxes import boxes, within
 from tiered.checkpoint.foreign import File
 from tiered.checkpoint.inert import Name, Record, Unreadable
-from tiered.checkpoint.manifest import PIECE_BYTES
 from tiered.checkpoint.state import Source
 
 _STORAGES = {
@@ -94,13 +93,10 @@ def write(descriptor: int, value: Any) -> None:
         with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
             for name, data in (("data.pkl", pickled.getvalue()), (".format_version", b"1"), ("byteorder", b"little")):
                 archive.writestr(zipfile.ZipInfo(f"archive/{name}"), data)
-            window = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu")
             for key, source in enumerate(pickler.sources):
                 with archive.open(_aligned(f"archive/data/{key}", out.tell()), "w", force_zip64=True) as entry:
-                    for at in range(0, source.nbytes, PIECE_BYTES):
-                        piece = window[: min(PIECE_BYTES, source.nbytes - at)]
-                        source.fill_bytes(piece, at)
-                        entry.write(piece.numpy().data)
+                    for piece in source.pieces():
+                        entry.write(piece)
             archive.writestr(zipfile.ZipInfo("archive/version"), b"3\n")
         out.flush()
         os.fsync(out.fileno())

@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator
 
 from tiered.device.buffer import Buffer
 from tiered.device.ticket import Ticket
 from tiered.errors import StorageError
 from tiered.io.swapfile import Extent
 from tiered.store.tier import Tier
-
-WINDOW_BYTES = 4 << 20  # of a byte range that is moved at once: a multiple of every drive's piece
 
 
 class BlockState(enum.Enum):
@@ -116,10 +113,3 @@ class Block:
             if isinstance(cause, StorageError):  # the same kind again, with its errno and file
                 raise type(cause)(cause.errno, f"{self.key} was lost: {cause.strerror}", cause.filename) from cause
             raise StorageError(f"{self.key} was lost: {cause!r}") from cause
-
-
-def windows(block: Block, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Piece-aligned windows [start, stop) of the block that cover a range."""
-    if nbytes:
-        for start in range(offset // WINDOW_BYTES * WINDOW_BYTES, offset + nbytes, WINDOW_BYTES):
-            yield start, min(start + WINDOW_BYTES, block.nbytes)

@@ -5,6 +5,7 @@
     read / write         a byte range between a block and the caller's own memory, asynchronously; piece-aligned
     load / patch         any byte range from or to a tensor, at once
     staging / unstage    host memory for bytes on their way, charged like everything else; `retire` when a copy is over
+    flush                the drive that is a block's home gets what it lacks
     discard              the contents are no longer wanted: no byte of them is moved again
     commit / revert      what blocks on drives hold, gradients aside, becomes the generation that survives the process;
                          the last such generation is what they hold again
@@ -18,6 +19,7 @@ Invariants:
 4. After `close` every page, thread, descriptor and swap file is back.
 5. A verb that changes a block's memory waits first for the copies that still read it.
 Not thread-safe: one thread (the one inside forward, backward or step) calls at a time.
+`store.snapshot` reads beside it, and `before_change` is called before any block but of gradients is changed.
 """
 
 from __future__ import annotations
@@ -40,10 +42,11 @@ from tiered.io.generations import Generations
 from tiered.io.swapfile import SwapSpace
 from tiered.stats import Meter
 from tiered.store.arena import Arena
-from tiered.store.block import WINDOW_BYTES, Block, BlockKey, BlockState, windows
+from tiered.store.block import Block, BlockKey, BlockState
 from tiered.store.policy import Candidate, victims
 from tiered.store.tier import Budget, Tier
 from tiered.store.watched import Watched
+from tiered.store.window import WINDOW_BYTES, windows
 
 
 class TieredStore:
@@ -60,6 +63,7 @@ class TieredStore:
         self._blocks: dict[BlockKey, Block] = {}
         self._lent: set[BlockKey] = set()  # blocks whose memory is the caller's charge
         self._failing = threading.Lock()
+        self.before_change: Callable[[], object] = bool  # waits for who reads blocks as they are
         self.on_pressure: Callable[[], object] = bool  # asked to give back staging that only carries hints
         self.on_shortage: Callable[[], bool] = bool  # asked again and again to wait for memory; False: none will come
 
@@ -105,9 +109,7 @@ class TieredStore:
 
     def acquire(self, block: Block, *, fresh: bool = False) -> Memory:
         """The whole block in host memory, pinned until `release`; `fresh`: what it held is not wanted, so not read.
-
-        Raises BudgetError where the host budget has no room for it even after evicting all that may go.
-        """
+        Raises BudgetError where the host budget has no room for it even after evicting all that may go."""
         block.check()
         if block.state is BlockState.NVME:
             with uninterrupted():
@@ -137,10 +139,8 @@ class TieredStore:
         return block.state in (BlockState.HOST, BlockState.FLUSHING) and not self._beyond(block)
 
     def discard(self, block: Block) -> None:
-        """Forget the contents: nothing of them is moved again, and the block reads as undefined until written.
-
-        Memory that somebody outside still views is left to them, and the block gets other memory.
-        """
+        """Forget the contents: nothing of them is moved again, and the block reads as undefined until written. Memory
+        that somebody outside still views is left to them, and the block gets other memory."""
         block.check()
         if block.state is BlockState.NVME or self._beyond(block):
             return
@@ -154,22 +154,28 @@ class TieredStore:
         elif memory.exported():
             block.memory = self._arena.exchange(memory)
 
+    def flush(self, block: Block) -> None:
+        """Wait until the drive holds what is current of a block whose home it is."""
+        block.check()
+        if block.dirty and block.state is BlockState.HOST:
+            self._flush(block)
+        self._settle(block)
+
     # --- generations ---
 
     def commit(self, payload: bytes) -> None:
         """Nothing is on its way to a block. Raises StorageError; the commit before is the last one then."""
-        dirty = [b for b in self._kept() if b.dirty and b.state is BlockState.HOST]
-        with uninterrupted():
-            for block in dirty:
-                self._flush(block)
-        for block in self._kept():
-            self._settle(block)
+        for block in self._blocks.values():
+            if block.lasts:
+                self.flush(block)
         self._drives().commit(payload)
 
     def revert(self) -> None:
         """Nothing is on its way from or to a block, and nobody views one. What is in memory of them is forgotten."""
-        for block in self._kept():
-            self.discard(block)
+        self.before_change()
+        for block in self._blocks.values():
+            if block.lasts:
+                self.discard(block)
         self._drives().revert()
 
     def leave(self) -> None:
@@ -181,9 +187,6 @@ class TieredStore:
     def generations(self) -> Generations | None:
         """What is committed, and what a run that has died has left; None where nothing is kept."""
         return None if self._space is None else self._space.generations
-
-    def _kept(self) -> list[Block]:
-        return [block for block in self._blocks.values() if block.lasts]
 
     # --- byte ranges ---
 
@@ -204,6 +207,7 @@ class TieredStore:
     def write(self, block: Block, memory: Memory, *, at: int = 0, offset: int = 0, nbytes: int | None = None) -> Ticket:
         """Copy `nbytes` (default: to the block's end) of `memory` from byte `at` on into the block at `offset`."""
         nbytes = self._span(block, memory, at, offset, nbytes)
+        self.before_change()
         if not nbytes:
             return Finished()
         if self.resident(block):
@@ -234,6 +238,7 @@ class TieredStore:
     def patch(self, block: Block, data: torch.Tensor, offset: int) -> None:
         """Replace the block's bytes from `offset` on by `data` (1-D uint8, any size), through bounded staging."""
         block.check()
+        self.before_change()
         if (buffer := self._filled(block)) is not None:
             self._settle(block)
             buffer.write(data, offset)
@@ -375,10 +380,8 @@ class TieredStore:
         return block.key in self._lent and not (self._in_place and isinstance(block.memory, Memory))
 
     def _span(self, block: Block, memory: Memory, at: int, offset: int, nbytes: int | None) -> int:
-        """The bytes of a transfer with a block that is whole: `nbytes`, or all from `offset`.
-
-        A range past either end would be memory of somebody else: a fault of this program, never let through.
-        """
+        """The bytes of a transfer with a block that is whole: `nbytes`, or all from `offset`. A range past either end
+        would be memory of somebody else: a fault of this program, never let through."""
         block.check()
         nbytes = block.nbytes - offset if nbytes is None else nbytes
         if not (0 <= at <= at + nbytes <= memory.nbytes and 0 <= offset <= offset + nbytes <= block.nbytes):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tiered.store.block import WINDOW_BYTES
+from tiered.store.window import WINDOW_BYTES
 from tiered.zero.agreement import Call
 from tiered.zero.partition import Slot, overlap
 
