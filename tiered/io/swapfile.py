@@ -10,7 +10,7 @@ Invariants:
 5. Bytes of the last commit are not overwritten before the next one, and are there after the process has died.
 6. `close()` waits for I/O, then removes every file and directory this space made, also after failures. It runs by
    itself when the space is collected or the interpreter ends; in a forked child it does nothing. What is committed
-   stays on the drives where the program ends by an error, or `leave` says so.
+   stays on the drives where the program ends by an error, or `generations.left` says so.
 
 Thread-safe. Leaves to the caller: keeping memory alive until a ticket is done, and what the bytes mean.
 """
@@ -71,7 +71,6 @@ class _Resources:
         self.drives: list[Drive] = []
         self.engines: list[Engine] = []
         self.generations = generations
-        self.leaves = False  # what is committed stays on the drives
 
     def claim(self, directories: Sequence[str | os.PathLike[str]], rank: int) -> None:
         """Claims a place in each directory."""
@@ -102,7 +101,7 @@ class _Resources:
         """Waits for I/O, closes the files, removes the directories; each step also when another one failed."""
         generations = self.generations
         leaves = generations is not None and (
-            generations.untouched or (generations.committed and (self.leaves or _ending_by_an_error()))
+            generations.untouched or (generations.committed and (generations.left or _ending_by_an_error()))
         )
         with contextlib.ExitStack() as stack:
             for claimed in self.claims:
@@ -325,10 +324,6 @@ class SwapSpace:
         with self._lock:
             usable(self._owner, self._closed)
             self._committing().revert([extent for extent, kept in self._live.items() if kept])
-
-    def leave(self) -> None:
-        """`close` leaves what is committed on the drives, for a later run to go on from."""
-        self._resources.leaves = True
 
     def free_bytes(self) -> int:
         """Bytes that can still be allocated, evenly over the drives."""
