@@ -11,12 +11,9 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
-import platform
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +27,7 @@ from tiered.checkpoint.manifest import DTYPES, Kind, Lone, Manifest, Part, Store
 from tiered.checkpoint.slices import Entry, Writer
 from tiered.errors import UsageError
 from tiered.optim.adamw import AdamW
+from tiered.zero.about import about
 from tiered.zero.buffers import persistent_buffers
 from tiered.zero.group import ParamGroup
 from tiered.zero.model import STATE_KINDS, ShardedModel
@@ -187,7 +185,7 @@ class _Saving:
             extras=by_rank,
             tensors=tensors,
             buffers={name: number for number, name in enumerate(buffers)},
-            about=_about(self.sharded),
+            about=about(self.sharded),
         )
 
     def commit(self, drawn: str, made: Manifest) -> Written:
@@ -242,9 +240,3 @@ def _copy(tensor: torch.Tensor, out: torch.Tensor, at: int) -> None:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _about(sharded: ShardedModel) -> dict[str, Any]:
-    config = {f.name: str(getattr(sharded.config, f.name)) for f in dataclasses.fields(sharded.config)}
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "tiered": version("tiered")}
-    return {"versions": versions, "config": config}
