@@ -136,11 +136,13 @@ class Folder:
                     str(self.path),
                 )
             with open(path, "rb", opener=_opener) as file:
-                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                about = os.fstat(file.fileno())
+                if not stat.S_ISREG(about.st_mode):
                     raise StorageError(errno.EINVAL, "the manifest is no regular file", str(path))
-                data = file.read(largest + 1)
-        if len(data) > largest:
-            raise CorruptDataError(0, "not a sound checkpoint manifest: it is too large", str(path))
+                if about.st_size > largest:
+                    says = f"not a sound checkpoint manifest: it has {about.st_size} bytes, at most {largest} are read"
+                    raise CorruptDataError(0, says, str(path))
+                data = file.read(about.st_size)
         return manifest.decode(data, str(path))
 
     def size(self, name: str) -> int:
