@@ -86,6 +86,7 @@ def _all(folder: Path) -> dict[str, Any]:
     made = {}
     for path in [folder, *folder.rglob("*")]:
         about = path.lstat()
-        data = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() and not path.is_symlink() else ""
+        whole = path.is_file() and not path.is_symlink() and about.st_size < 1 << 30
+        data = hashlib.sha256(path.read_bytes()).hexdigest() if whole else ""
         made[str(path)] = (about.st_mode, about.st_size, about.st_mtime_ns, about.st_ctime_ns, data)
     return made

@@ -12,6 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from inspection_support import data_file, flip, kinds, rewritten, running, step, untouched
+from threaded_ranks import World, sharded
+from torch import nn
 
 import tiered
 from tiered.checkpoint.folder import MANIFEST
@@ -36,6 +38,27 @@ def test_a_sound_checkpoint_is_said_whole_and_nothing_of_it_is_touched(saved: Pa
     assert contents.config["optimizer_tier"] == "nvme"
     assert checkpoint.verified_bytes == data_file(saved).stat().st_size, "every byte of the data was read"
     assert checkpoint.disk_bytes >= checkpoint.verified_bytes
+
+
+def test_of_several_ranks_each_one_has_its_bytes(tmp_path: Path) -> None:
+    models = [nn.Linear(40, 40), nn.Linear(40, 40)]
+
+    def program(rank: int) -> None:
+        with sharded(models[rank], device="cpu") as (model, optimizer, _):
+            model(torch.ones(2, 40)).sum().backward()
+            optimizer.step()
+            tiered.save(model, optimizer, tmp_path / "saved", extra=torch.ones(rank + 1))
+
+    with World(2).installed() as world:
+        world.run(program)
+    found = tiered.inspect(tmp_path / "saved", verify=True)
+    assert found.sound, found.faults
+    (checkpoint,) = found.checkpoints
+    assert checkpoint.contents is not None
+    assert checkpoint.contents.ranks == 2
+    assert checkpoint.bytes_by_rank.keys() == {"0", "1"}
+    assert sum(kinds["value"] for kinds in checkpoint.bytes_by_rank.values()) == 1640 * 4
+    assert [kinds["other"] for kinds in checkpoint.bytes_by_rank.values()] == [4, 8]
 
 
 def test_of_several_all_are_said_and_the_one_that_load_takes_is_marked(swap: Path, tmp_path: Path) -> None:

@@ -29,7 +29,18 @@ from tiered.optim import generation
 
 _KNOWN = {LOCK, KEPT, SWAP, *RECORDS}
 _NAMED = 20  # foreign entries, parameters of a piece
+_LONGEST = 255  # characters of a name that is passed on
 _STATES = {True: "alive", False: "dead", None: "unclear"}
+
+
+class _Group(NamedTuple):
+    """Of a group of parameters, in its elements: what a block of each kind holds; names with their first and last."""
+
+    spans: Mapping[str, tuple[int, int]]
+    slots: Sequence[tuple[str, int, int]]
+
+
+_Groups = Mapping[str, _Group]
 
 
 class _Piece(NamedTuple):
@@ -86,7 +97,7 @@ def _directory(seen: Seen, by_name: Mapping[str, Seen], first: Seen | None) -> t
         run=commit.run if commit is not None else first.sound[0].run if first is not None else None,
         owner=_STATES[seen.alive],  # type: ignore[arg-type]
         pid=seen.owner.pid or None if seen.owner is not None else None,
-        host=seen.owner.host[: _NAMED * 13] if seen.owner is not None else None,
+        host=seen.owner.host[:_LONGEST] if seen.owner is not None else None,
         resumable=resumable,
         why=why,
         records=tuple(_records(seen, commit)),
@@ -162,9 +173,8 @@ def _contents(found: Findings, seen: Seen, commit: Commit) -> Contents | None:
     except CorruptDataError as error:
         found.add("unsound", seen.path, f"generation {commit.serial}: {error.strerror}")
         return None
-    about = generation.read_about(commit.payload)
-    about = about if isinstance(about, Mapping) else {}
-    sizes = {name: stop - start for _, name, start, stop in _slots(about)}
+    about = _about(commit)
+    sizes = {name: stop - start for group in _groups(about).values() for name, start, stop in group.slots}
     by_kind: Counter[str] = Counter()
     for kept in commit.extents:
         by_kind[kept.label.partition(" of ")[0]] += kept.stripes.nbytes
@@ -178,6 +188,11 @@ def _contents(found: Findings, seen: Seen, commit: Commit) -> Contents | None:
         versions=texts(about.get("versions")),
         config=texts(about.get("config")),
     )
+
+
+def _about(commit: Commit) -> Mapping[str, Any]:
+    about = generation.read_about(commit.payload)
+    return about if isinstance(about, Mapping) else {}
 
 
 def _resumable(
@@ -263,14 +278,14 @@ def _by_drive(commit: Commit, drives: Mapping[int, Seen] | None = None) -> list[
 
 def _verify(seen: Seen, commit: Commit, drives: Mapping[int, Seen], tell: Tell) -> tuple[Finding, ...]:
     found, files = Findings(), dict[int, int]()
-    about, step = generation.read_about(commit.payload), _mode(commit)
+    groups, step = _groups(_about(commit)), _mode(commit)
     window = bytearray(WINDOW_BYTES)
     try:
         for number, drive in drives.items():
             files[number] = opened(drive.path, SWAP)
         for piece in _pieces(commit):
             if piece.drive in files and step is not None:
-                _verify_piece(found, drives[piece.drive], files[piece.drive], piece, step, window, about, tell)
+                _verify_piece(found, drives[piece.drive], files[piece.drive], piece, step, window, groups, tell)
             if found.any and seen.alive is not False and _moved_on(seen, commit):
                 break
     except StorageError as error:
@@ -291,10 +306,17 @@ def _moved_on(seen: Seen, commit: Commit) -> bool:
 
 
 def _verify_piece(
-    found: Findings, drive: Seen, file: int, piece: _Piece, step: Checksum, window: bytearray, about: Any, tell: Tell
+    found: Findings,
+    drive: Seen,
+    file: int,
+    piece: _Piece,
+    step: Checksum,
+    window: bytearray,
+    groups: _Groups,
+    tell: Tell,
 ) -> None:
     path = os.path.join(drive.path, SWAP)
-    where: dict[str, Any] = {"offset": piece.offset, "nbytes": piece.nbytes, "of": tuple(_names(piece, about))}
+    where: dict[str, Any] = {"offset": piece.offset, "nbytes": piece.nbytes, "of": tuple(_names(piece, groups))}
     what = f"{piece.nbytes} bytes of {piece.kept.label}, from its byte {piece.at} on"
     try:
         crc, done = digest(file, piece.offset, piece.nbytes, step, window, tell)
@@ -307,28 +329,38 @@ def _verify_piece(
         found.add("corrupt", path, f"{what}, are not those that were written (checksum)", **where)
 
 
-def _names(piece: _Piece, about: Any) -> Iterator[str]:
+def _names(piece: _Piece, groups: _Groups) -> Iterator[str]:
     """The parameters that have elements in a piece; its block, where the record does not tell."""
-    kind, _, group = piece.kept.label.partition(" of group ")
-    try:
-        first, last = about["groups"][group]["spans"][kind]
-        size = piece.kept.stripes.nbytes // (last - first)
+    kind, _, index = piece.kept.label.partition(" of group ")
+    names: list[str] = []
+    if index in groups and kind in groups[index].spans:
+        first, last = groups[index].spans[kind]
+        size = max(1, piece.kept.stripes.nbytes // (last - first))
         low, high = first + piece.at // size, first + -(-(piece.at + piece.nbytes) // size)
-        names = [name for index, name, start, stop in _slots(about) if index == group and start < high and stop > low]
-    except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError):
-        names = []
+        names = [name for name, start, stop in groups[index].slots if start < high and stop > low]
     yield from names[:_NAMED] or [piece.kept.label]
     if len(names) > _NAMED:
         yield f"and {len(names) - _NAMED} more"
 
 
-def _slots(about: Any) -> Iterator[tuple[str, str, int, int]]:
-    """Group, name, and first and last element of each parameter that a record tells of."""
-    groups = about.get("groups") if isinstance(about, Mapping) else None
-    for index, group in groups.items() if isinstance(groups, Mapping) else ():
-        slots = group.get("parameters") if isinstance(group, Mapping) else None
-        for slot in slots if isinstance(slots, list) else ():
-            if isinstance(slot, list) and len(slot) == 3 and isinstance(slot[0], str):
-                start, stop = count(slot[1]), count(slot[2])
-                if start is not None and stop is not None and start <= stop:
-                    yield index, slot[0], start, stop
+def _groups(about: Mapping[str, Any]) -> _Groups:
+    """What a record tells of where parameters lie; what of it is not as it should be is left out."""
+    made = {}
+    told = about.get("groups")
+    for index, group in told.items() if isinstance(told, Mapping) else ():
+        spans, slots = (group.get("spans"), group.get("parameters")) if isinstance(group, Mapping) else (None, None)
+        pairs = {kind: _range(span) for kind, span in spans.items()} if isinstance(spans, Mapping) else {}
+        triples = [
+            (slot[0][:_LONGEST], *found)
+            for slot in (slots if isinstance(slots, list) else ())
+            if isinstance(slot, list) and slot and isinstance(slot[0], str) and (found := _range(slot[1:])) is not None
+        ]
+        made[index] = _Group({kind: pair for kind, pair in pairs.items() if pair and pair[0] < pair[1]}, triples)
+    return made
+
+
+def _range(given: object) -> tuple[int, int] | None:
+    if not isinstance(given, list) or len(given) != 2:
+        return None
+    start, stop = count(given[0]), count(given[1])
+    return (start, stop) if start is not None and stop is not None and start <= stop else None

@@ -5,8 +5,8 @@ Invariants:
 2. No link is followed; only plain files of this user with one name are opened, and opening waits for nothing.
 3. A record is taken into memory only where its file is as long as it says itself, and at most LARGEST_BYTES of it.
 
-As no lock is taken, whether an owner lives is told by its identity alone (owner.py). What is seen of a live run may be
-changing.
+As no lock is taken, whether an owner lives is told by its identity alone (owner.py): one in another PID namespace of
+the same host looks dead, which a claim would learn from its lock. What is seen of a live run may be changing.
 """
 
 from __future__ import annotations
