@@ -285,3 +285,19 @@ def test_a_record_of_any_words_with_a_hash_that_fits_is_said(left: Path) -> None
         found, directory = only(left, verify=True)
         assert kinds(found) == ["unsound"] * len(kinds(found)) != []
         assert not directory.resumable
+
+
+def test_a_directory_that_goes_meanwhile_or_is_another_users_is_a_note(
+    left: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert look.look(str(left.parent / "tiered-0000000000000000-r0")).harmless
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    found = tiered.inspect(left.parent, verify=True)
+    assert found.sound
+    assert [finding.kind for finding in found.all_findings()] == ["refused"]
+    assert "belongs to user" in found.directories[0].why
+
+
+def test_a_flood_of_files_is_refused(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(look, "_MOST_ENTRIES", 3)
+    assert kinds(tiered.inspect(left)) == ["refused"]

@@ -74,7 +74,7 @@ def _directory(seen: Seen, by_name: Mapping[str, Seen], first: Seen | None) -> t
     drives = {} if commit is None else {n: by_name[name] for n, name in enumerate(commit.names) if name in by_name}
     contents, work = None, Work(0, lambda tell: ())
     if seen.refused:
-        found.add("refused", seen.path, f"nothing of it was read: {seen.refused}", fault=not seen.theirs)
+        found.add("refused", seen.path, f"nothing of it was read: {seen.refused}", fault=not seen.harmless)
     _say_records(found, seen)
     _say_entries(found, seen)
     placed = commit is not None and _say_places(found, seen, commit, drives)

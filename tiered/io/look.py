@@ -11,7 +11,9 @@ the same host looks dead, which a claim would learn from its lock. What is seen 
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import os
 import re
 import stat
@@ -29,6 +31,7 @@ NAME = re.compile(r"tiered-[0-9a-f]{16}-r([0-9]{1,9})")
 LOCK, KEPT, SWAP, RECORDS = "lock", "kept", "swap", ("commit-0", "commit-1")
 LARGEST_BYTES = 256 << 20  # of a record
 _HEAD_BYTES = 32
+_MOST_ENTRIES = 10_000
 
 RecordState = Literal["sound", "torn", "blank"]
 
@@ -49,7 +52,7 @@ class Seen:
 
     path: str
     refused: str  # why nothing of it was read; "" where it was
-    theirs: bool  # refused as it is another user's
+    harmless: bool  # refused as it is another user's, or gone by now
     entries: Mapping[str, int]  # bytes that each takes on the drive
     owner: Owner | None  # None: nobody has signed the lock file
     alive: bool | None
@@ -81,16 +84,20 @@ def look(path: str) -> Seen:
     """What is in a swap directory."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return _refused(path, "it is gone by now", harmless=True)
     except OSError as error:
         link = os.path.islink(path)
         return _refused(path, "a link is not followed" if link else os.strerror(error.errno or 0))
     try:
         status = os.fstat(descriptor)
         if status.st_uid != os.geteuid():
-            return _refused(path, f"it belongs to user {status.st_uid}", theirs=True)
+            return _refused(path, f"it belongs to user {status.st_uid}", harmless=True)
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             return _refused(path, "others may write to it, so no run uses or removes it: remove it, or chmod go-w it")
-        entries = dict(_entries(descriptor))
+        entries = dict(itertools.islice(_entries(descriptor), _MOST_ENTRIES + 1))
+        if len(entries) > _MOST_ENTRIES:
+            return _refused(path, f"it has more than {_MOST_ENTRIES} entries, where a run makes five")
         signed, alive = _owner(path, entries)
         records = tuple(_record(path, name) for name in RECORDS if name in entries)
         return Seen(path, "", False, entries, signed, alive, records, _swap_bytes(path, entries))
@@ -133,14 +140,16 @@ def misplaced(commit: Commit, sizes: Mapping[int, int]) -> list[tuple[int, int, 
     return found
 
 
-def _refused(path: str, why: str, theirs: bool = False) -> Seen:
-    return Seen(path, why, theirs, {}, None, None, (), 0)
+def _refused(path: str, why: str, harmless: bool = False) -> Seen:
+    return Seen(path, why, harmless, {}, None, None, (), 0)
 
 
 def _entries(descriptor: int) -> Iterator[tuple[str, int]]:
     with os.scandir(descriptor) as found:
         for entry in found:
-            yield entry.name, os.stat(entry.name, dir_fd=descriptor, follow_symlinks=False).st_blocks * 512
+            with contextlib.suppress(FileNotFoundError):  # its run ends meanwhile
+                about = os.stat(entry.name, dir_fd=descriptor, follow_symlinks=False)
+                yield entry.name, about.st_blocks * 512
 
 
 def _owner(path: str, entries: Mapping[str, int]) -> tuple[Owner | None, bool | None]:
