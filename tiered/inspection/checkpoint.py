@@ -47,13 +47,17 @@ class _Span(NamedTuple):
 
 def inspect_checkpoint(path: Path, *, newest: bool, several: bool) -> tuple[Checkpoint, Work]:
     """What a checkpoint's folder holds, and what there is to verify. several: one of those of `save(keep=...)`."""
-    stamp, looked = _stamp(path), _look(path, newest, several)
-    while stamp != (stamp := _stamp(path)):  # a save has replaced it meanwhile
-        looked = _look(path, newest, several)
+    stamp, looked = None, None
+    while looked is None or stamp != _stamp(path):  # a save has replaced it meanwhile
+        stamp = _stamp(path)
+        looked = _look(path, newest, several, stamp)
     return looked
 
 
-def _stamp(path: Path) -> tuple[int, int] | None:
+_Stamp = tuple[int, int] | None
+
+
+def _stamp(path: Path) -> _Stamp:
     """Another one for another manifest."""
     try:
         status = os.lstat(path / MANIFEST)
@@ -62,7 +66,7 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-def _look(path: Path, newest: bool, several: bool) -> tuple[Checkpoint, Work]:
+def _look(path: Path, newest: bool, several: bool, stamp: _Stamp) -> tuple[Checkpoint, Work]:
     found, folder = Findings(), Folder(path)
     made, work, disk_bytes = None, Work(0, lambda tell: ()), 0
     try:
@@ -78,7 +82,7 @@ def _look(path: Path, newest: bool, several: bool) -> tuple[Checkpoint, Work]:
             if span.part.file in there and span.nbytes:
                 by_file[span.part.file].append(span)
         total = sum(made.files[name] for name in there)
-        work = Work(total, partial(_verify, folder, by_file))
+        work = Work(total, partial(_verify, folder, by_file, stamp))
     checkpoint = Checkpoint(
         path=str(folder.path),
         newest=newest,
@@ -209,8 +213,8 @@ def _by_rank(made: Manifest) -> dict[str, dict[str, int]]:
 # --- every byte ---
 
 
-def _verify(folder: Folder, by_file: dict[str, list[_Span]], tell: Tell) -> tuple[Finding, ...]:
-    found, stamp = Findings(), _stamp(folder.path)
+def _verify(folder: Folder, by_file: dict[str, list[_Span]], stamp: _Stamp, tell: Tell) -> tuple[Finding, ...]:
+    found = Findings()
     for name, spans in sorted(by_file.items()):
         path = folder.path / name
         try:
@@ -228,7 +232,7 @@ def _verify(folder: Folder, by_file: dict[str, list[_Span]], tell: Tell) -> tupl
         except StorageError as error:
             found.add("refused", path, error.strerror or str(error))
         if _stamp(folder.path) != stamp:
-            says = "a save has replaced the checkpoint while it was read: inspect it again"
+            says = "a save has replaced or removed the checkpoint while it was read: inspect it again"
             return (Finding(kind="changing", fault=False, path=str(folder.path), says=says),)
     return found.all(folder.path)
 

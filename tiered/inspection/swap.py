@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -29,6 +30,8 @@ from tiered.optim import generation
 
 _KNOWN = {LOCK, KEPT, SWAP, *RECORDS}
 _NAMED = 20  # foreign entries, parameters of a piece
+_SETTLE_SECONDS = 0.2
+_GONE_ON = "its run has gone on while it was read, so no more can be said: inspect it again once that has ended"
 _LONGEST = 255  # characters of a name that is passed on
 _STATES = {True: "alive", False: "dead", None: "unclear"}
 
@@ -78,6 +81,9 @@ def _directory(seen: Seen, by_name: Mapping[str, Seen], first: Seen | None) -> t
     _say_records(found, seen)
     _say_entries(found, seen)
     placed = commit is not None and _say_places(found, seen, commit, drives)
+    if commit is not None and not placed and seen.alive is not False and _moved_on(seen, commit):
+        found = Findings()
+        found.add("changing", seen.path, _GONE_ON, fault=False)
     if commit is not None:
         contents = _contents(found, seen, commit)
         bad_mode = _mode(commit) is None
@@ -279,14 +285,14 @@ def _by_drive(commit: Commit, drives: Mapping[int, Seen] | None = None) -> list[
 def _verify(seen: Seen, commit: Commit, drives: Mapping[int, Seen], tell: Tell) -> tuple[Finding, ...]:
     found, files = Findings(), dict[int, int]()
     groups, step = _groups(_about(commit)), _mode(commit)
-    window = bytearray(WINDOW_BYTES)
+    window, asked = bytearray(WINDOW_BYTES), False
     try:
         for number, drive in drives.items():
             files[number] = opened(drive.path, SWAP)
         for piece in _pieces(commit):
             if piece.drive in files and step is not None:
                 _verify_piece(found, drives[piece.drive], files[piece.drive], piece, step, window, groups, tell)
-            if found.any and seen.alive is not False and _moved_on(seen, commit):
+            if found.any and not asked and (asked := seen.alive is not False) and _moved_on(seen, commit):
                 break
     except StorageError as error:
         found.add("refused", error.filename or seen.path, error.strerror or str(error))
@@ -294,13 +300,13 @@ def _verify(seen: Seen, commit: Commit, drives: Mapping[int, Seen], tell: Tell) 
         for descriptor in files.values():
             os.close(descriptor)
     if found.any and seen.alive is not False and _moved_on(seen, commit):
-        says = "its run has gone on while it was read, so no more can be said: inspect it again once that has ended"
-        return (Finding(kind="changing", fault=False, path=seen.path, says=says),)
+        return (Finding(kind="changing", fault=False, path=seen.path, says=_GONE_ON),)
     return found.all(seen.path)
 
 
 def _moved_on(seen: Seen, commit: Commit) -> bool:
     """The last generation is another one by now, or the directory is gone."""
+    time.sleep(_SETTLE_SECONDS)  # a run that ends removes its files one by one
     now = look(seen.path)
     return not now.sound or now.sound[0].serial != commit.serial or len(now.sound) < len(seen.sound)
 
