@@ -27,7 +27,8 @@ MAY_IMPORT = {
     "optim": BASE | {"stats", "device", "schedule", "store", "zero"},
     "checkpoint": BASE | {"stats", "device", "store", "zero", "optim"},
     "api": BASE | {"stats", "io", "device", "schedule", "store", "zero", "optim"},
-    "__init__": BASE | {"stats", "estimate", "zero", "optim", "checkpoint", "api"},
+    "inspection": BASE | {"io", "optim", "checkpoint"},
+    "__init__": BASE | {"stats", "estimate", "zero", "optim", "checkpoint", "inspection", "api"},
     "cli": BASE | {""},  # "" is the package itself: its public names
     "__main__": {"cli"},
 }

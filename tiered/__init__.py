@@ -18,6 +18,8 @@ from tiered.errors import (
     UsageError,
 )
 from tiered.estimate import Estimate, estimate
+from tiered.inspection.inspect import inspect
+from tiered.inspection.report import Inspection
 from tiered.optim.adamw import AdamW
 from tiered.stats import Stats
 
@@ -29,6 +31,7 @@ __all__ = [
     "CorruptDataError",
     "Emulation",
     "Estimate",
+    "Inspection",
     "MixedPrecision",
     "RankError",
     "Stats",
@@ -44,6 +47,7 @@ __all__ = [
     "export_checkpoint",
     "gather",
     "import_checkpoint",
+    "inspect",
     "load",
     "no_sync",
     "resume",

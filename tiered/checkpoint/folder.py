@@ -30,12 +30,12 @@ from tiered.checkpoint.manifest import Manifest
 from tiered.errors import CorruptDataError, StorageError
 
 MANIFEST = "manifest.json"
-_NEW = "manifest.json.new"
-_ID = re.compile(r"[0-9a-f]{16}")
-_DATA = re.compile(r"rank-[0-9]{1,6}\.(safetensors|json|json\.new)")
-_STEP = re.compile(r"step-[0-9]{9,}")
-_OTHER = re.compile(r"\.safetensors(\.index\.json)?$|^\.metadata$")  # beside no manifest
-_LARGEST_MANIFEST = 1 << 30  # bytes
+NEW = "manifest.json.new"
+ID = re.compile(r"[0-9a-f]{16}")
+DATA = re.compile(r"rank-[0-9]{1,6}\.(safetensors|json|json\.new)")
+STEP = re.compile(r"step-[0-9]{9,}")
+OTHER = re.compile(r"\.safetensors(\.index\.json)?$|^\.metadata$")  # beside no manifest
+LARGEST_MANIFEST = 1 << 30  # bytes
 
 
 class Folder:
@@ -51,7 +51,7 @@ class Folder:
         with self.named("a checkpoint cannot be made there"):
             self.path.mkdir(parents=True, exist_ok=True)
             _own(self.path)
-            unknown = [entry.name for entry in os.scandir(self.path) if not _ours(entry)]
+            unknown = [entry.name for entry in os.scandir(self.path) if not ours(entry)]
             if unknown:
                 raise StorageError(
                     errno.EEXIST,
@@ -75,17 +75,17 @@ class Folder:
         with self.named("the manifest cannot be written"):
             flush_folder(self.path / drawn)
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.path / _NEW)
-            descriptor = os.open(self.path / _NEW, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+                os.unlink(self.path / NEW)
+            descriptor = os.open(self.path / NEW, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             try:
                 with os.fdopen(descriptor, "wb") as out:
                     out.write(data)
                     out.flush()
                     os.fsync(out.fileno())
-                os.rename(self.path / _NEW, self.path / MANIFEST)
+                os.rename(self.path / NEW, self.path / MANIFEST)
             except OSError:
                 with contextlib.suppress(OSError):
-                    os.unlink(self.path / _NEW)
+                    os.unlink(self.path / NEW)
                 raise
             flush_folder(self.path)
         self.sweep(keep=drawn)
@@ -94,7 +94,7 @@ class Folder:
         """Remove the data of every other save. What cannot be removed now is by a later one."""
         with contextlib.suppress(OSError):
             for entry in list(os.scandir(self.path)):
-                if _ID.fullmatch(entry.name) and entry.name != keep and entry.is_dir(follow_symlinks=False):
+                if ID.fullmatch(entry.name) and entry.name != keep and entry.is_dir(follow_symlinks=False):
                     self.drop(entry.name)
 
     def drop(self, drawn: str) -> None:
@@ -104,7 +104,7 @@ class Folder:
                 return
             for _ in range(2):  # a rank that has not seen the first may have put something there meanwhile
                 for entry in sorted(os.scandir(self.path / drawn), key=lambda entry: "safetensors" not in entry.name):
-                    if _DATA.fullmatch(entry.name):
+                    if DATA.fullmatch(entry.name):
                         os.unlink(entry.path)
             os.rmdir(self.path / drawn)
 
@@ -120,10 +120,18 @@ class Folder:
     def read(self) -> Manifest:
         """The checkpoint's manifest, with every file it names there in its size. Raises StorageError where there is no
         checkpoint, CorruptDataError where it is not sound."""
+        made = self.manifest()
+        for name, size in made.files.items():
+            if (there := self.size(name)) != size:
+                raise CorruptDataError(0, f"the data file has {there} bytes, expected {size}", str(self.path / name))
+        return made
+
+    def manifest(self, largest: int = LARGEST_MANIFEST) -> Manifest:
+        """The manifest alone, of at most so many bytes. Raises as `read`."""
         path = self.path / MANIFEST
         with self.named("no whole checkpoint can be read there"):
             _own(self.path)
-            others = [name for name in os.listdir(self.path) if _OTHER.search(name)]
+            others = [name for name in os.listdir(self.path) if OTHER.search(name)]
             if others and not path.exists():
                 raise StorageError(
                     errno.EINVAL,
@@ -132,19 +140,22 @@ class Folder:
                     str(self.path),
                 )
             with open(path, "rb", opener=_opener) as file:
-                data = file.read(_LARGEST_MANIFEST + 1)
-        if len(data) > _LARGEST_MANIFEST:
-            raise CorruptDataError(0, "not a sound checkpoint manifest: it is too large", str(path))
-        made = manifest.decode(data, str(path))
-        for name, size in made.files.items():
-            descriptor = self.open(name)
-            try:
-                there = os.fstat(descriptor).st_size
-            finally:
-                os.close(descriptor)
-            if there != size:
-                raise CorruptDataError(0, f"the data file has {there} bytes, expected {size}", str(self.path / name))
-        return made
+                about = os.fstat(file.fileno())
+                if not stat.S_ISREG(about.st_mode):
+                    raise StorageError(errno.EINVAL, "the manifest is no regular file", str(path))
+                if about.st_size > largest:
+                    says = f"not a sound checkpoint manifest: it has {about.st_size} bytes, at most {largest} are read"
+                    raise CorruptDataError(0, says, str(path))
+                data = file.read(about.st_size)
+        return manifest.decode(data, str(path))
+
+    def size(self, name: str) -> int:
+        """Bytes of a data file. Raises StorageError."""
+        descriptor = self.open(name)
+        try:
+            return os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
 
     def open(self, name: str) -> int:
         """A descriptor of a data file, for reading. Raises StorageError."""
@@ -161,7 +172,7 @@ class Folder:
     def _committed(self, drawn: str) -> bool:
         """The manifest names the data of `drawn`, sound or not."""
         with contextlib.suppress(FileNotFoundError), open(self.path / MANIFEST, "rb", opener=_opener) as file:
-            return f'"{drawn}/'.encode() in file.read(_LARGEST_MANIFEST)
+            return f'"{drawn}/'.encode() in file.read(LARGEST_MANIFEST)
         return False
 
     @contextlib.contextmanager
@@ -184,7 +195,7 @@ def newest_first(parent: Path) -> list[Path]:
     found = []
     with contextlib.suppress(OSError):
         for entry in os.scandir(parent):
-            if _STEP.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            if STEP.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                 try:
                     committed = os.lstat(Path(entry.path) / MANIFEST).st_mtime_ns
                 except OSError:
@@ -230,7 +241,8 @@ def _own(path: Path) -> None:
         )
 
 
-def _ours(entry: os.DirEntry[str]) -> bool:
-    if entry.name in (MANIFEST, _NEW):
+def ours(entry: os.DirEntry[str]) -> bool:
+    """What is in a checkpoint's folder is of its layout."""
+    if entry.name in (MANIFEST, NEW):
         return entry.is_file(follow_symlinks=False)
-    return bool(_ID.fullmatch(entry.name)) and entry.is_dir(follow_symlinks=False)
+    return bool(ID.fullmatch(entry.name)) and entry.is_dir(follow_symlinks=False)

@@ -9,9 +9,7 @@ then nothing may change them. Invariant: what `write` gives is plain JSON.
 from __future__ import annotations
 
 import dataclasses
-import platform
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +22,7 @@ from tiered.errors import UsageError
 from tiered.optim.adamw import AdamW
 from tiered.store.block import Block
 from tiered.store.snapshot import Snapshot
+from tiered.zero.about import about
 from tiered.zero.model import STATE_KINDS, ShardedModel
 from tiered.zero.partition import overlap
 
@@ -134,7 +133,7 @@ def outline(sharded: ShardedModel, optimizer: AdamW | None, step: int, buffers: 
         extras={},
         tensors=[],
         buffers={name: number for number, name in enumerate(buffers)},
-        about=_about(sharded),
+        about=about(sharded),
     )
 
 
@@ -176,9 +175,3 @@ def _shifted(value: Any, by: int) -> Any:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _about(sharded: ShardedModel) -> dict[str, Any]:
-    config = {f.name: str(getattr(sharded.config, f.name)) for f in dataclasses.fields(sharded.config)}
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "tiered": version("tiered")}
-    return {"versions": versions, "config": config}

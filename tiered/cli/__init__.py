@@ -1,5 +1,5 @@
 """The command `tiered` (also `python -m tiered`): trains a byte-level GPT on text files, within the memory given, and
-converts checkpoints.
+converts and inspects checkpoints.
 
 Owns options, display and exit codes; everything it does to a model goes through the package's public names.
 Nothing else in the package imports this folder.
@@ -7,6 +7,7 @@ Nothing else in the package imports this folder.
     main     the command and its exit codes        options   the command line -> one frozen order
     ranks    this process among those of torchrun, and who speaks for them
     convert  checkpoints to and from the formats of others
+    inspect  what a checkpoint or swap directory holds, and what is wrong with it
     train    the loop, tiered                      plain     the same loop in plain PyTorch, to compare with
     progress what is shown while it runs           summary   what is shown and written at the end
     gpt      the model    corpus  the bytes        signals   SIGINT and SIGTERM    memory  resident growth

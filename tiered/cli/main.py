@@ -1,6 +1,6 @@
 """The command's entry: parses, runs, reports, and turns every ending into an exit code.
 
-    0  done          1  a drive, file, budget or rank failed, or --compare-plain found a difference
+    0  done          1  a drive, file, budget or rank failed, --compare-plain or an inspection found something
     2  bad input, found before the first step          130, 143  stopped by SIGINT, SIGTERM
 
 Owns the exit codes. A known error is one line on stderr; a traceback is a bug of this program. Whatever was trained
@@ -17,7 +17,8 @@ from torch import nn
 import tiered
 from tiered.cli.convert import convert
 from tiered.cli.corpus import Corpus
-from tiered.cli.options import Conversion, Order, parse
+from tiered.cli.inspect import inspect
+from tiered.cli.options import Conversion, Inspecting, Order, parse
 from tiered.cli.plain import train_plain
 from tiered.cli.progress import StepDisplay
 from tiered.cli.ranks import Place
@@ -42,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             prepared = _prepare(arguments, place, stop)
             if isinstance(prepared, Conversion):
                 return convert(prepared, place, stop)
+            if isinstance(prepared, Inspecting):
+                return inspect(prepared, place, stop)
             return BAD_INPUT if prepared is None else _run(*prepared, stop)
         except KeyboardInterrupt:
             sys.stderr.write(place.complaint("stopped at once by a second SIGINT"))
@@ -50,13 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _prepare(
     arguments: Sequence[str] | None, place: Place, stop: StopSignal
-) -> tuple[Order, Batches] | Conversion | None:
-    """What to train on what, or what to convert; None where the input is bad and has been reported."""
+) -> tuple[Order, Batches] | Conversion | Inspecting | None:
+    """What to train on what, or what to convert or inspect; None where the input is bad and has been reported."""
     speaks = place.first
     try:
         with place.spoken():
             order = parse(arguments)
-        if isinstance(order, Conversion):
+        if isinstance(order, (Conversion, Inspecting)):
             return order
         place.check_batch(order.recipe.batch)
         if order.json is not None and place.node == 0:

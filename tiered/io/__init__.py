@@ -5,6 +5,9 @@
     transfer    what its reads and writes return: tickets
     drive       one drive's file: descriptors, direct I/O, which byte ranges are free
     directory   who owns a swap directory, and what a dead owner left behind
+    owner       which process that is, and whether it lives
+    look        what is in such directories, for who only looks
+    checksum    checksums of pieces, outside of an engine
     engine      the interface of an I/O engine, the native one, and the choice between the two
     portable    the same interface on aiofiles, where the extension is missing
 

@@ -20,7 +20,7 @@ Invariants:
 6. The lock file goes last, so a removal that was interrupted can be completed by the next claim.
 7. A forked child releases nothing: the directory is its parent's.
 
-Leaves to drive.py what the files contain. Linux only: identity comes from /proc.
+Leaves to drive.py what the files contain, and to owner.py who is alive.
 """
 
 from __future__ import annotations
@@ -28,27 +28,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import logging
 import os
 import re
 import secrets
-import socket
 import stat
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from tiered.errors import SwapDirectoryError, SwapFullError, TieredError
+from tiered.io import owner
 
 _LOGGER = logging.getLogger("tiered")
 _NAME = re.compile(r"tiered-[0-9a-f]{16}-r[0-9]+")
 _LOCK, _KEPT = "lock", "kept"
-_IDENTITY_BYTES = 512  # of a lock file, always: one write replaces all of it
-_ENDED: dict[str, str | int] = {
-    "pid": 0,
-    "started": "ended",
-}  # of an owner that has left its directory: dead, whatever else runs
 _PATH_LOCK_SECONDS = 30.0
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -115,7 +108,7 @@ class ClaimedDirectory:
         """Gives up the lock, and leaves the directory to who adopts it. Idempotent; raises nothing."""
         if not self._released and os.getpid() == self._owner:
             with contextlib.suppress(OSError):  # then the owner is dead once this process is
-                _write_identity(self._lock_fd, {**_own_identity(), **_ENDED})
+                owner.write(self._lock_fd, owner.nobody())
         self._close()
 
     def _close(self) -> None:
@@ -251,7 +244,7 @@ def _make(parent_fd: int, parent: str, name: str) -> ClaimedDirectory:
         os.fchmod(lock_fd, 0o600)
         with contextlib.suppress(OSError):  # no flock here: then nobody reclaims here either (invariant 4)
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _write_identity(lock_fd, _own_identity())
+        owner.write(lock_fd, owner.this_process())
     except OSError:
         if directory_fd >= 0:
             _remove(parent_fd, name, directory_fd)
@@ -326,7 +319,7 @@ def _take_over(path: str, parent_fd: int, name: str) -> ClaimedDirectory | None:
         if _ours(descriptors[0]) and _is_dead(descriptors[0]):
             descriptors.append(os.open(_LOCK, _FILE, dir_fd=descriptors[0]))
             fcntl.flock(descriptors[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _write_identity(descriptors[1], _own_identity())
+            owner.write(descriptors[1], owner.this_process())
             descriptors.append(os.dup(parent_fd))
             directory_fd, lock_fd, parent = descriptors
             descriptors = []
@@ -351,19 +344,14 @@ def _is_dead(directory_fd: int) -> bool:
         return False
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        text = os.pread(lock_fd, 4096, 0)
+        found = owner.read(lock_fd)
     except OSError:
         return False
     finally:
         os.close(lock_fd)
-    try:
-        owner = json.loads(text)
-        pid, started, host, boot = int(owner["pid"]), str(owner["started"]), owner["host"], owner["boot"]
-    except (ValueError, TypeError, KeyError):
+    if found is None:
         return os.listdir(directory_fd) == [_LOCK]  # invariant 4: died before the identity was complete
-    if host != socket.gethostname():
-        return False
-    return bool(boot != _boot_id() or started != _start_time(pid))
+    return found.alive is False
 
 
 def _remove(parent_fd: int, name: str, directory_fd: int) -> None:
@@ -380,28 +368,3 @@ def _remove(parent_fd: int, name: str, directory_fd: int) -> None:
     except OSError as error:
         if error.errno != errno.ENOENT:
             _LOGGER.warning("a swap directory could not be removed: %s (%s)", name, error)
-
-
-# --- identity -------------------------------------------------------------------------------------------------------
-
-
-def _write_identity(lock_fd: int, identity: dict[str, str | int]) -> None:
-    os.pwrite(lock_fd, json.dumps(identity).encode().ljust(_IDENTITY_BYTES), 0)
-
-
-def _own_identity() -> dict[str, str | int]:
-    pid = os.getpid()
-    return {"pid": pid, "started": _start_time(pid), "host": socket.gethostname(), "boot": _boot_id()}
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _start_time(pid: int) -> str:
-    """When a process started, in clock ticks since boot (proc(5), stat field 22); empty where there is no such one."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    return text.rpartition(")")[2].split()[19]  # the command before ")" may hold anything, spaces and ")" included

@@ -295,7 +295,7 @@ class _NativeSubmission:
 
 def open_engine(drive: Drive, *, threads: int, piece_bytes: int) -> Engine:
     """The engine that `chosen_mode` names; raises ValueError or UsageError on impossible sizes."""
-    native = _load_native()
+    native = load_native()
     if native is not None:
         return NativeEngine(native, drive, threads=threads, piece_bytes=piece_bytes)
     from tiered.io.portable import PortableEngine  # it imports this module's interface
@@ -305,10 +305,11 @@ def open_engine(drive: Drive, *, threads: int, piece_bytes: int) -> Engine:
 
 def chosen_mode() -> Mode:
     """Native where the extension is there, unless the environment says TIERED_PORTABLE=1."""
-    return "portable" if _load_native() is None else "native"
+    return "portable" if load_native() is None else "native"
 
 
-def _load_native() -> types.ModuleType | None:
+def load_native() -> types.ModuleType | None:
+    """The extension; None where it is missing, or not wanted."""
     if os.environ.get("TIERED_PORTABLE", "") not in ("", "0"):
         return None
     try:

@@ -220,7 +220,7 @@ class AdamW(torch.optim.Optimizer):
             groups, scaler = self.progress()
             updates = {home.name: count for key, home in self._homes.items() if (count := self._steps.get(key, 0))}
             progress = Progress(self._calls, self._skipped_steps, updates, groups, scaler, self.model.optimizers)
-            self.model.runtime.store.commit(payload(self.model.module, progress))
+            self.model.runtime.store.commit(payload(self.model.module, progress, self.model.about))
 
     def updates_of(self, home: ParamHome) -> int:
         """Updates taken of one parameter; 0 too where it is not this optimizer's."""

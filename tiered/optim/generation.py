@@ -1,7 +1,7 @@
 """Generation: what a commit says beside the bytes of states, and how an optimizer and a model go on from it.
 
     payload = safetensors: the model's persistent buffers; as metadata, JSON: step() calls, updates of each parameter,
-              hyperparameters, loss scale
+              hyperparameters, loss scale; and for people what `zero.about` says
 
 Invariant: what `payload` writes, `read` gives back, or CorruptDataError is raised before anything is changed.
 """
@@ -21,7 +21,7 @@ from torch import nn
 from tiered.errors import CorruptDataError, UsageError
 from tiered.zero.buffers import persistent_buffers
 
-_KEY = "tiered"
+_KEY, _ABOUT = "tiered", "about"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,24 +37,35 @@ class Progress:
     buffers: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
 
-def payload(module: nn.Module, progress: Progress) -> bytes:
-    """`progress`, and the buffers of `module` as they are."""
+def payload(module: nn.Module, progress: Progress, about: str) -> bytes:
+    """`progress`, and the buffers of `module` as they are; `about`: JSON."""
     buffers = {name: value.detach().cpu().clone().contiguous() for name, value in persistent_buffers(module).items()}
     fields = {f.name: getattr(progress, f.name) for f in dataclasses.fields(progress) if f.name != "buffers"}
-    return bytes(save(buffers, {_KEY: json.dumps(fields)}))
+    return bytes(save(buffers, {_KEY: json.dumps(fields), _ABOUT: about}))
 
 
 def read(data: bytes, path: str) -> Progress:
     """Undo `payload`. Raises CorruptDataError naming `path`."""
     try:
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        fields = json.loads(header["__metadata__"][_KEY])
+        fields = json.loads(_metadata(data)[_KEY])
         found = Progress(**fields, buffers=load(data))
         if type(found.calls) is not int or not all(type(count) is int for count in found.updates.values()):
             raise ValueError("a count is no number")
         return found
-    except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise CorruptDataError(0, f"not a sound generation: {type(error).__name__}: {error}", path) from None
+
+
+def read_about(data: bytes) -> Any:
+    """What a payload that `read` takes says beside that; None where it says nothing that can be read."""
+    try:
+        return json.loads(_metadata(data)[_ABOUT])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _metadata(data: bytes) -> Any:
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
 
 
 def check(progress: Progress, module: nn.Module, groups: int, path: str) -> None:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from tiered.config import Config, format_size
 from tiered.device.memory import page_ceil
 from tiered.store.tier import Tier
-from tiered.zero.build import GroupPlan
 from tiered.zero.placing import Placement
+
+if TYPE_CHECKING:
+    from tiered.zero.build import GroupPlan
 
 LASTING = ("param", "master", "exp_avg", "exp_avg_sq")  # kinds; gradients are of a step that is not over
 

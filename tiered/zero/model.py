@@ -10,6 +10,8 @@ several ranks, and the way back to a plain module. Invariants:
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -28,6 +30,7 @@ from tiered.store.block import Block, BlockKey
 from tiered.store.tier import Tier
 from tiered.store.window import WINDOW_BYTES
 from tiered.zero import buffers, residence, statedict, truth
+from tiered.zero.about import about_blocks
 from tiered.zero.agreement import Call
 from tiered.zero.departures import Departures
 from tiered.zero.grads import GroupGrads, Kernels
@@ -193,6 +196,11 @@ class ShardedModel:
     def on_settle(self, settle: Callable[[], None]) -> None:
         """Call `settle`, a bound method whose object may go, before counters are read."""
         self._settlements.append(weakref.WeakMethod(settle))
+
+    @functools.cached_property
+    def about(self) -> str:
+        """What a commit says of it, as JSON: written every step, and the same."""
+        return json.dumps(about_blocks(self))
 
     @property
     def optimizers(self) -> int:
