@@ -188,6 +188,7 @@ class _Saving:
             tensors=tensors,
             buffers={name: number for number, name in enumerate(buffers)},
             about=_about(self.sharded),
+            calls=(self.optimizer.calls, self.optimizer.skipped_steps) if self.optimizer is not None else None,
         )
 
     def commit(self, drawn: str, made: Manifest) -> Written:
