@@ -184,7 +184,7 @@ def inspect_checkpoint(folder: Path) -> tuple[int, str | None]:
         try:
             step = tiered.load(model, optimizer, folder)["step"]
         except tiered.StorageError as error:
-            if error.errno == errno.ENOENT:
+            if error.errno == errno.ENOENT and not list(folder.glob("step-*/manifest.json")):
                 return 0, None
             raise
         return step, digest(model, optimizer)

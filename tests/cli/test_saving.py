@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -69,11 +70,11 @@ def test_after_a_kill_the_newer_of_swap_directory_and_checkpoint_is_gone_on_from
     drives = ["--nvme", tmp_path / "swap", "--param-tier", "nvme", "--optimizer-tier", "nvme"]
     line = [text, *drives, "--save", tmp_path / "saved", "--save-every", 2, "--resume"]
     with started(*line) as process:
-        assert process.stderr is not None
-        next(shown for shown in process.stderr if shown.startswith("step "))
+        while not list((tmp_path / "saved").glob("*/manifest.json")) and process.poll() is None:
+            time.sleep(0.01)
         process.kill()
-    whole = result(text, "--steps", 40)["losses"]
-    last = max((int(path.name.removeprefix("step-")) for path in (tmp_path / "saved").glob("step-*")), default=0)
+    last = 2 + max(int(path.name.removeprefix("step-")) for path in (tmp_path / "saved").glob("step-*"))
+    whole = result(text, "--steps", last + 2)["losses"]
     done = train(*line, "--steps", last + 2, "--json", tmp_path / "then.json")
     assert done.returncode == 0, done.stderr
     assert "from the swap directory" in done.stderr

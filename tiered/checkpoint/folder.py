@@ -42,6 +42,7 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.abspath(os.fspath(path)))
+        self._committed = ""  # id of the save whose manifest this object has put in place
 
     # --- writing ---
 
@@ -82,6 +83,7 @@ class Folder:
                     out.flush()
                     os.fsync(out.fileno())
                 os.rename(self.path / _NEW, self.path / MANIFEST)
+                self._committed = drawn
             except OSError:
                 with contextlib.suppress(OSError):
                     os.unlink(self.path / _NEW)
@@ -97,7 +99,9 @@ class Folder:
                     self.drop(entry.name)
 
     def drop(self, drawn: str) -> None:
-        """Remove the data of one save."""
+        """Remove the data of a save that failed; what failed after its manifest was in place is a checkpoint."""
+        if drawn == self._committed:
+            return
         with contextlib.suppress(OSError):
             for entry in list(os.scandir(self.path / drawn)):
                 if _DATA.fullmatch(entry.name):
