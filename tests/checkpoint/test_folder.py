@@ -156,6 +156,21 @@ def test_data_that_is_missing_cut_or_a_link_is_named(saved: Path, tmp_path: Path
     assert "no regular file" in refused(saved)
 
 
+def test_a_save_that_fails_after_its_manifest_is_in_place_leaves_it_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does where another rank dies at that moment: the new checkpoint is the one that is there."""
+    path = tmp_path / "saved"
+    with sharded(nn.Linear(4, 4), device="cpu") as (model, optimizer, _):
+        tiered.save(model, optimizer, path, extra=1)
+        with monkeypatch.context() as patch, pytest.raises(tiered.RankError):
+            patch.setattr(Folder, "sweep", lambda *_, **__: (_ for _ in ()).throw(tiered.RankError("rank 1 is gone")))
+            tiered.save(model, optimizer, path, extra=2)
+        assert tiered.load(model, optimizer, path) == 2
+        tiered.save(model, optimizer, path, extra=3)
+        assert tiered.load(model, optimizer, path) == 3
+
+
 def test_a_folder_that_is_a_link_or_writable_by_everybody_is_refused(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(saved)
     assert "link" in refused(tmp_path / "link")

@@ -5,6 +5,7 @@ at random instants to tools/kill_storm, and the bytes of records to tests/io/tes
 """
 
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -176,6 +177,18 @@ def test_a_process_that_ends_well_without_closing_leaves_nothing(swap: Path) -> 
     subprocess.run([sys.executable, "-c", program, str(swap)], timeout=LIMIT_S, check=True)
 
 
+def test_a_run_killed_while_it_removes_its_files_stands_in_nobodys_way(
+    swap: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(_: int, name: str, directory: int) -> None:
+        os.unlink("swap", dir_fd=directory)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiered.io.directory, "_remove", killed)
+        run(settings("cpu", swap), 2)
+    assert run(settings("cpu", swap), 2)[0] == 0
+
+
 def test_a_step_that_was_skipped_counts_as_a_call_and_its_loss_scale_is_kept(swap: Path) -> None:
     where = settings("masters alone", swap)
 
@@ -246,7 +259,8 @@ def test_loading_a_checkpoint_is_a_generation_too(swap: Path, tmp_path: Path) ->
         tiered.load(model, made(model), tmp_path / "saved")
         raise Ended
     with tiered.shard(model := network(5), tiered.Config(**settings("cpu", swap))):
-        tiered.resume(model, optimizer := made(model))
+        optimizer = made(model)
+        assert tiered.resume(model, optimizer) == 2, "steps before the checkpoint count"
         same(state(model, optimizer), want)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,22 @@ def test_a_checkpoint_of_another_model_is_one_line_and_nothing_is_lost(text: Pat
     assert done.returncode == 2
     assert "has shape" in done.stderr
     assert result(*line, "--steps", 2)["steps"] == 1
+
+
+def test_after_a_kill_the_newer_of_swap_directory_and_checkpoint_is_gone_on_from(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "swap").mkdir()
+    drives = ["--nvme", tmp_path / "swap", "--param-tier", "nvme", "--optimizer-tier", "nvme"]
+    line = [text, *drives, "--save", tmp_path / "saved", "--save-every", 2, "--resume"]
+    with started(*line) as process:
+        while not list((tmp_path / "saved").glob("*/manifest.json")) and process.poll() is None:
+            time.sleep(0.01)
+        process.kill()
+    last = 2 + max(int(path.name.removeprefix("step-")) for path in (tmp_path / "saved").glob("step-*"))
+    whole = result(text, "--steps", last + 2)["losses"]
+    done = train(*line, "--steps", last + 2, "--json", tmp_path / "then.json")
+    assert done.returncode == 0, done.stderr
+    assert "from the swap directory" in done.stderr
+    then = json.loads((tmp_path / "then.json").read_text())["losses"]
+    assert then == whole[last + 2 - len(then) : last + 2]
+    again = train(*line, "--steps", last + 3)
+    assert f"going on after step {last + 2}, from the checkpoint" in again.stderr

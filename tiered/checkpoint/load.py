@@ -213,7 +213,7 @@ class _Loading:
                     len(self._optimizer.param_groups),
                 )
                 groups = None
-            self._optimizer.take_up(updates, groups, self._made.scaler)
+            self._optimizer.take_up(updates, groups, self._made.scaler, self._made.calls or (self._made.step, 0))
             if fresh := [home.name for home, stored in self._found if not self._moments_of(home, stored)]:
                 _LOGGER.info("load(): moments are fresh for %d parameters (%s, ...)", len(fresh), fresh[0])
         with torch._C.DisableTorchFunctionSubclass():

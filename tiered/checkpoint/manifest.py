@@ -89,6 +89,7 @@ class Manifest:
     tensors: Sequence[Lone]  # of buffers and extras
     buffers: Mapping[str, int]  # name -> index of `tensors`
     about: Mapping[str, Any]  # versions and settings, for people
+    calls: tuple[int, int] | None = None  # of the optimizer's step(), and how many of them it skipped; None: `step`, 0
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -168,7 +169,15 @@ def _manifest_in(body: Mapping[str, Any]) -> Manifest:
         tensors=tensors,
         buffers=buffers,
         about=dict(body["about"]),
+        calls=_calls_in(body.get("calls")),
     )
+
+
+def _calls_in(given: Any) -> tuple[int, int] | None:
+    if given is None:
+        return None
+    calls, skipped = _list(given)
+    return _count(calls), _count(skipped)
 
 
 def _stored_in(name: str, stored: Mapping[str, Any], files: Mapping[str, int]) -> Stored:

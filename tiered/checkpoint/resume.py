@@ -29,10 +29,10 @@ from tiered.zero.module import sharded_model
 def resume(model: nn.Module, optimizer: AdamW) -> int:
     """Go on from the last step that a run which was killed, or ended by an error, has left in the swap directory.
 
-    Returns how many times `optimizer.step()` had been called, 0 where there is nothing to go on from. Every rank calls
-    it, before the first step; the run must have been of the same model, ranks, stage and swap directories, with all
-    states on the drives. Values, moments, hyperparameters, loss scale and buffers are as they were after that step;
-    gradients, random number generators and the place in the data are not part of it.
+    Returns how many times `optimizer.step()` had been called, before a checkpoint that was loaded too; 0 where there is
+    nothing to go on from. Every rank calls it, before the first step; the run must have been of the same model, ranks,
+    stage and swap directories, with all states on the drives. Values, moments, hyperparameters, loss scale and buffers
+    are as they were after that step; gradients, random number generators and the place in the data are not part of it.
 
     Raises UsageError where nothing of this run would outlast it either (one slot, states in RAM), or where a run of
     this model was laid out otherwise; StorageError or CorruptDataError where it cannot be read.

@@ -134,6 +134,7 @@ def outline(sharded: ShardedModel, optimizer: AdamW | None, step: int, buffers: 
         tensors=[],
         buffers={name: number for number, name in enumerate(buffers)},
         about=about(sharded),
+        calls=(optimizer.calls, optimizer.skipped_steps) if optimizer is not None else None,
     )
 
 

@@ -52,7 +52,7 @@ class Saving:
     """Steps; None: at the end alone, also one by a signal."""
     keep: int
     resume: bool
-    """Go on from the last one there, if there is one."""
+    """Go on from the last one there, or from the swap directory, whichever is newer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +212,9 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--save-every", type=_count, metavar="STEPS", help="and every so many steps")
     group.add_argument("--keep", type=_count, metavar="COUNT", help="checkpoints that stay, the newest (2)")
     group.add_argument(
-        "--resume", action="store_true", help="go on from the last checkpoint in --save, if there is one"
+        "--resume",
+        action="store_true",
+        help="go on from the last checkpoint in --save, or from what a killed run left in --nvme, whichever is newer",
     )
     group.add_argument("--json", metavar="PATH", help="write the result there as JSON; - is stdout")
     group.add_argument(

@@ -7,16 +7,18 @@ Owns the order of calls and when to stop. Leaves what is shown to an `Observer`,
    step are dropped.
 3. A checkpoint holds whole steps, and a resumed run goes on with the batch after them. Those on the way are written
    while training goes on; one that fails ends the run when the next is due, or at its end.
-4. However the run ends, the model is closed, which waits for what is in flight and removes the swap files.
+4. However the run ends, the model is closed, which waits for what is in flight and removes the swap files; where an
+   error ended it, and all states lived there, the last step stays in them for a run that resumes.
 5. Every rank makes the same calls in the same order and sees the same losses: the means over ranks, which are those of
    the joined batches, as all shares are of one size.
 """
 
 import contextlib
-import errno
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -98,6 +100,8 @@ def run_steps(learner: Learner, batches: Batches, stop: StopSignal, observe: Obs
         loss = learner.mean(loss)
         observe(step + 1, loss, time.perf_counter() - start)
         learner.save(step + 1, over=step + 1 == recipe.steps)
+    if done >= recipe.steps:
+        learner.save(done, over=True)  # killed after the last step, before its checkpoint
 
 
 class TieredLearner:
@@ -143,15 +147,31 @@ class TieredLearner:
             tiered.save(self._model, self._optimizer, saving.folder, extra, keep=saving.keep, background=beside)
             self._saved = steps
 
-    def resume(self) -> int:
-        """Takes the last checkpoint, if there is one; returns the steps it has."""
-        if self._saving is not None and self._saving.resume:
-            try:
-                self._saved = int(tiered.load(self._model, self._optimizer, self._saving.folder)["steps"])
-            except tiered.StorageError as error:
-                if error.errno != errno.ENOENT:
-                    raise
-        return self._saved
+    def resume(self) -> tuple[int, str]:
+        """Takes the newer of what a killed run left in the swap directory and the last checkpoint; returns the steps
+        it has, and where it was: in words, empty where there was neither."""
+        if self._saving is None or not self._saving.resume:
+            return 0, ""
+        newest = _newest(self._saving.folder)
+        steps, where = 0, "the swap directory"
+        try:
+            steps = tiered.resume(self._model, self._optimizer)
+        except (tiered.UsageError, tiered.StorageError) as error:  # of another rank it is a StorageError
+            if isinstance(error, tiered.CorruptDataError) or (newest is None and "laid out otherwise" in str(error)):
+                raise
+        if newest is not None and newest > steps:
+            steps = int(tiered.load(self._model, self._optimizer, self._saving.folder)["steps"])
+            where = f"the checkpoint in {self._saving.folder}"
+            self._saved = steps
+        elif newest is not None:
+            self._saved = newest
+        return steps, where if steps else ""
+
+
+def _newest(folder: Path) -> int | None:
+    """The updates that the last checkpoint in `folder` has; None where there is none."""
+    found = [int(path.parent.name.removeprefix("step-")) for path in folder.glob("step-*/manifest.json")]
+    return max(found, default=None)
 
 
 def train_tiered(
@@ -166,20 +186,23 @@ def train_tiered(
     torch.manual_seed(order.recipe.seed)
     with tiered.deferred_init(order.config) if order.deferred else contextlib.nullcontext():
         model = GPT(order.shape)
-    tiered.shard(model, order.config)
-    try:
-        show = observe(model)
+    with tiered.shard(model, order.config):
+        try:
+            show = observe(model)
 
-        def note(step: int, loss: float, seconds: float) -> None:
-            outcome.losses.append(loss)
-            outcome.seconds.append(seconds)
-            show(step, loss, seconds)
+            def note(step: int, loss: float, seconds: float) -> None:
+                outcome.losses.append(loss)
+                outcome.seconds.append(seconds)
+                show(step, loss, seconds)
 
-        learner = TieredLearner(model, order.recipe, order.saving)
-        run_steps(learner, batches, stop, note, learner.resume())
-    finally:
-        outcome.peak_growth_bytes = growth.peak_bytes()
-        outcome.stats = tiered.stats(model)
+            learner = TieredLearner(model, order.recipe, order.saving)
+            done, where = learner.resume()
+            if where and batches.place.first:
+                print(f"going on after step {done}, from {where}", file=sys.stderr)
+            run_steps(learner, batches, stop, note, done)
+        finally:
+            outcome.peak_growth_bytes = growth.peak_bytes()
+            outcome.stats = tiered.stats(model)
         tiered.close(model, keep_weights=False)  # all weights at once may be more than there is memory
     return learner.device
 

@@ -101,6 +101,8 @@ class ClaimedDirectory:
         In a forked child only the descriptors are closed.
         """
         if not self._released and os.getpid() == self._owner:
+            with contextlib.suppress(OSError):  # first: who is killed half way has left nothing to go on from
+                os.unlink(_KEPT, dir_fd=self._fd)
             _remove(self._parent_fd, self.name, self._fd)
         self._close()
 
