@@ -18,6 +18,7 @@ from threaded_ranks import World, sharded
 from torch import nn
 
 import tiered
+from tiered.io import directory, owner
 
 WIDTH, STEPS = 40, 5
 LIMIT_S = 120
@@ -180,11 +181,14 @@ def test_a_process_that_ends_well_without_closing_leaves_nothing(swap: Path) -> 
 def test_a_run_killed_while_it_removes_its_files_stands_in_nobodys_way(
     swap: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(_: int, name: str, directory: int) -> None:
-        os.unlink("swap", dir_fd=directory)
+    def killed(_: int, name: str, descriptor: int) -> None:
+        os.unlink("swap", dir_fd=descriptor)
+        lock = os.open(directory._LOCK, os.O_RDWR, dir_fd=descriptor)
+        owner.write(lock, owner.nobody())
+        os.close(lock)
 
     with monkeypatch.context() as patch:
-        patch.setattr(tiered.io.directory, "_remove", killed)
+        patch.setattr(directory, "_remove", killed)
         run(settings("cpu", swap), 2)
     assert run(settings("cpu", swap), 2)[0] == 0
 

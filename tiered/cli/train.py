@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -186,7 +186,8 @@ def train_tiered(
     torch.manual_seed(order.recipe.seed)
     with tiered.deferred_init(order.config) if order.deferred else contextlib.nullcontext():
         model = GPT(order.shape)
-    with tiered.shard(model, order.config):
+    sharded: Any = tiered.shard(model, order.config)
+    with sharded:
         try:
             show = observe(model)
 
