@@ -8,7 +8,10 @@ Invariants:
    a piece that is still being read has not waited, and the read may fail as corrupt.
 4. Space is preallocated by `allocate` and reused after `free`; an allocation that fails keeps nothing.
 5. `close()` waits for I/O, then removes every file and directory this space made, also after failures. It runs by
-   itself when the space is collected or the interpreter ends; in a forked child it does nothing.
+   itself when the space is collected or the interpreter ends; in a forked child it does nothing. What a drive that
+   does not answer still holds is left, by name: its threads, descriptors and directory.
+6. No wait is for ever: a transfer a drive does not finish within the limit is tried again if it is a read, and ends as
+   a StorageError within twice the limit (patience.py).
 
 Thread-safe. Leaves to the caller: keeping memory alive until a ticket is done, and what the bytes mean.
 """
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import threading
 import weakref
@@ -30,9 +34,11 @@ from tiered.io.directory import ClaimedDirectory, check, claim
 from tiered.io.drive import BLOCK, Drive
 from tiered.io.engine import RECORD, Engine, Mode, Piece, PieceState, chosen_mode, open_engine, usable
 from tiered.io.extent import Extent, Stripes
+from tiered.io.patience import Patience
 from tiered.io.transfer import Ticket, Transfer, TransferPart
 
 __all__ = ["DriveStats", "Extent", "SwapSpace", "SwapStats", "Ticket"]
+_LOGGER = logging.getLogger("tiered")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,8 @@ class DriveStats:
     bytes_written: int
     busy_seconds: float
     file_bytes: int  # preallocated, in use or free
+    retries: int  # reads made once more, after a failure or as they were late: of a healthy drive 0
+    stalls: int  # transfers that were late
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +62,16 @@ class SwapStats:
     mode: Mode
     bytes_read: int
     bytes_written: int
+    retries: int
+    stalls: int
     drives: tuple[DriveStats, ...]
 
 
 class _Resources:
     """What a swap space holds of the system, apart from the space, so that it can be released after it is collected."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float | None) -> None:
+        self.patience = Patience(timeout_s)
         self.claims: list[ClaimedDirectory] = []
         self.drives: list[Drive] = []
         self.engines: list[Engine] = []
@@ -70,7 +81,10 @@ class _Resources:
         self.claims.append(claim(path, rank))
         try:
             self.drives.append(Drive(self.claims[-1], direct=chosen_mode() == "native"))
-            self.engines.append(open_engine(self.drives[-1], threads=threads, piece_bytes=piece_bytes))
+            in_place = self.patience.limit_s is None
+            engine = open_engine(self.drives[-1], threads=threads, piece_bytes=piece_bytes, in_place=in_place)
+            self.engines.append(engine)
+            self.patience.watch(engine, self.drives[-1].path)
         except TieredError:
             raise
         except (OSError, RuntimeError) as error:
@@ -79,18 +93,21 @@ class _Resources:
             raise StorageError(number, what, self.claims[-1].path) from error
 
     def in_callback(self) -> bool:
-        """Whether the caller is a completion callback."""
-        return any(engine.in_callback() for engine in self.engines)
+        """Whether the caller is a completion callback, or the thread that watches."""
+        return self.patience.is_current() or any(engine.in_callback() for engine in self.engines)
 
     def release(self) -> None:
         """Waits for I/O, closes the files, removes the directories; each step also when another one failed."""
-        with contextlib.ExitStack() as stack:
-            for claimed in self.claims:
-                stack.callback(claimed.release)
-            for drive in self.drives:
-                stack.callback(drive.close)
-            for engine in self.engines:
-                stack.callback(engine.close)
+        with contextlib.ExitStack() as stack:  # the last that is pushed comes first
+            answering = [contextlib.ExitStack() for _ in self.claims]
+            for each, claimed in zip(answering, self.claims, strict=True):
+                stack.callback(each.close)
+                each.callback(claimed.release)
+            for each, drive in zip(answering, self.drives, strict=False):
+                each.callback(drive.close)
+            stack.callback(self.patience.stop)
+            for each, drive, engine in zip(answering, self.drives, self.engines, strict=False):
+                stack.callback(_end, engine, drive, each)
 
     def release_collected(self) -> None:
         """`release` for a space nobody closed, which the last callback of a ticket may have held."""
@@ -98,6 +115,18 @@ class _Resources:
             threading.Thread(target=self.release, name="tiered-io-release").start()
         else:
             self.release()
+
+
+def _end(engine: Engine, drive: Drive, held: contextlib.ExitStack) -> None:
+    """Closes an engine; what its drive holds of the system is not given back where calls on it are still out."""
+    if behind := engine.close():
+        held.pop_all()  # closing or removing a file there could wait for ever, and a late call may use the descriptor
+        _LOGGER.warning(
+            "%s: %d transfers have not come back from the drive; their threads and descriptors are left to the system, "
+            "and the directory to the next run there, which removes it",
+            drive.path,
+            behind,
+        )
 
 
 class SwapSpace:
@@ -108,6 +137,7 @@ class SwapSpace:
         rank: of this process, part of the names on disk.
         threads: I/O threads for each drive, and so the pieces in flight on it.
         piece_bytes: what is moved and checked at once; a positive multiple of 4096.
+        timeout_s: how long a drive may take over a piece before it is late; None: for ever.
 
     Raises ConfigError for impossible sizes, SwapDirectoryError naming the directory, SwapFullError where a drive is
     full, StorageError where the system gives no threads or descriptors. Nothing is left behind after an error.
@@ -120,8 +150,11 @@ class SwapSpace:
         rank: int = 0,
         threads: int = 8,
         piece_bytes: int = 1 << 20,
+        timeout_s: float | None = 30.0,
     ) -> None:
         _check_settings(directories, rank, threads, piece_bytes)
+        if timeout_s is not None and not 0 < timeout_s < float("inf"):
+            raise ConfigError(f"timeout_s: expected seconds above 0, or None, got {timeout_s}")
         for path in directories:
             check(path)
         self._piece_bytes = piece_bytes
@@ -130,10 +163,11 @@ class SwapSpace:
         self._closed = False
         self._closing = threading.Lock()  # held while releasing, so that every close() returns to a closed space
         self._owner = os.getpid()
-        self._resources = _Resources()
+        self._resources = _Resources(timeout_s)
         try:
             for path in directories:
                 self._resources.open(path, rank, threads, piece_bytes)
+            self._resources.patience.start()
         except BaseException:
             self._resources.release()
             raise
@@ -264,12 +298,20 @@ class SwapSpace:
     # --- the whole ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> SwapStats:
-        """Bytes moved so far; also after `close`."""
+        """What was moved so far, and what drives needed another try for; also after `close`."""
         resources = self._resources
+        resources.patience.report()
         counters = [engine.counters() for engine in resources.engines]
         drives = tuple(
             DriveStats(
-                drive.path, drive.direct, count.bytes_read, count.bytes_written, count.busy_seconds, drive.nbytes
+                path=drive.path,
+                direct=drive.direct,
+                bytes_read=count.bytes_read,
+                bytes_written=count.bytes_written,
+                busy_seconds=count.busy_seconds,
+                file_bytes=drive.nbytes,
+                retries=count.retries,
+                stalls=count.stalls,
             )
             for drive, count in zip(resources.drives, counters, strict=True)
         )
@@ -277,6 +319,8 @@ class SwapSpace:
             self.mode,
             sum(count.bytes_read for count in counters),
             sum(count.bytes_written for count in counters),
+            sum(count.retries for count in counters),
+            sum(count.stalls for count in counters),
             drives,
         )
 
