@@ -114,6 +114,8 @@ class Config:
     groups: module classes whose instances are each gathered as one group; None: elements of ModuleList and
         Sequential, large single layers, and the rest.
     io_threads: threads per drive.
+    drive_timeout_s: seconds a drive may take over one transfer of 1 MiB or less. After them it is reported by name, and
+        a read is made once more; after as many again it is an error. None: no limit, and reads cost no copy.
 
     Raises ConfigError naming field, value and what would work.
     """
@@ -131,6 +133,7 @@ class Config:
     precision: MixedPrecision = MixedPrecision()
     groups: tuple[type[torch.nn.Module], ...] | None = None
     io_threads: int = 8
+    drive_timeout_s: float | None = 30.0
     emulation: Emulation = Emulation()
 
     def __post_init__(self) -> None:
@@ -150,6 +153,10 @@ class Config:
         self._check_ranks()
         if not isinstance(self.io_threads, int) or not 1 <= self.io_threads <= 256:
             raise ConfigError(f"io_threads={self.io_threads!r}: use a whole number from 1 to 256")
+        if self.drive_timeout_s is not None:
+            if not isinstance(self.drive_timeout_s, (int, float)) or not 0 < self.drive_timeout_s < float("inf"):
+                raise ConfigError(f"drive_timeout_s={self.drive_timeout_s!r}: use a number of seconds above 0, or None")
+            object.__setattr__(self, "drive_timeout_s", float(self.drive_timeout_s))
         for field, kind in (("precision", MixedPrecision), ("emulation", Emulation)):
             if not isinstance(getattr(self, field), kind):
                 raise ConfigError(f"{field}={getattr(self, field)!r}: give a tiered.{kind.__name__}(...)")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import tiered
-from tiered.errors import TieredError
+from tiered.errors import StorageError, TieredError
 
 MIB = 1 << 20
 
@@ -254,11 +254,53 @@ def resident_peak(swap: Path) -> Any:
     return {"growth": peak - before, "host peak": used}
 
 
+def dead_drive(swap: Path, kind: str) -> Any:
+    """One of two drives stops answering reads, or writes, in the middle of a step, and never does again."""
+    sys.path.append(str(Path(__file__).parents[1]))
+    from bad_drives import bad_drives
+
+    from tiered.io import engine, portable
+
+    engine._CLOSE_SECONDS = portable._CLOSE_SECONDS = 0.3
+    good, dead = swap / "good", swap / "dead"
+    good.mkdir()
+    dead.mkdir()
+    seen: dict[str, Any] = {"errors": []}
+    with bad_drives() as drives:
+        model = chain()
+        tiered.shard(model, config(swap, nvme=[good, dead], host_budget="6MiB", drive_timeout_s=0.3))
+        optimizer = tiered.AdamW(model.parameters(), lr=1e-2)
+        steps(model, optimizer, 2)
+        drives.rule = lambda call: (
+            drives.stall() if call.write == (kind == "write") and call.path.startswith(str(dead)) else None
+        )
+        for _ in range(3):
+            try:
+                steps(model, optimizer, 1)
+            except TieredError as error:
+                number = error.errno if isinstance(error, StorageError) else None
+                seen["errors"].append([type(error).__name__, number, str(error)])
+        seen["steps"] = tiered.stats(model).steps
+        tiered.close(model, keep_weights=False)
+        seen["left"] = [len(os.listdir(path)) for path in (good, dead)]
+        seen["bytes"] = [p.untyped_storage().nbytes() for p in model.parameters() if not p.is_meta]
+        print(json.dumps(seen), flush=True)
+        os._exit(0)  # with the threads in the calls that never come back
+
+
+def dead_reads(swap: Path) -> Any:
+    return dead_drive(swap, "read")
+
+
+def dead_writes(swap: Path) -> Any:
+    return dead_drive(swap, "write")
+
+
 SCENARIOS: dict[str, Callable[[Path], Any]] = {
     function.__name__: function
     for function in (
         full, read_only, short_write, short_write_while_sharding, no_locked_memory, reference, no_extension, endless,
-        bounded_by_the_system, states_of_three_gib, resident_peak,
+        bounded_by_the_system, states_of_three_gib, resident_peak, dead_reads, dead_writes,
     )
 }  # fmt: skip
 
