@@ -162,7 +162,7 @@ class IoEngine {
 
   // Waits for all requests, and then up to `seconds` (no limit when negative) for calls that are late; ends the workers
   // and returns how many had to be left in the system. Idempotent, but not for two threads at once.
-  std::size_t close(double seconds);
+  std::size_t close(double seconds = -1);
 
   Counters counters() const;
 
