@@ -155,7 +155,7 @@ void IoEngine::State::deliver(const Request& request, std::size_t index, const O
     std::memset(piece.address, 0, piece.nbytes);
   } else if (const std::size_t whole = direct_bytes(piece, Op::read);
              !outcome.failure.failed() && whole < piece.nbytes) {
-    std::memcpy(piece.address + whole, bounce.get(), piece.nbytes - whole);
+    copy_out(piece.address + whole, bounce.get(), piece.nbytes - whole);
   }
 }
 

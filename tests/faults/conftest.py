@@ -92,7 +92,7 @@ def run_mounted(run: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture
 def run_on_file_system(run_mounted: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
-    """`run_mounted` of a scenario that makes a file system in a file; skips where there are no loop devices for that."""
+    """`run_mounted` of a scenario that makes a file system in a file; skips where no loop device is to be had."""
     image, place = tmp_path / "probe", tmp_path / "place"
     place.mkdir()
     with image.open("wb") as file:

@@ -17,8 +17,8 @@ caller's when the bytes are there and right (engine.py, invariant 5), and a late
    the limit twice and a look in between, so a process that was stopped for long gives up nothing.
 5. The thread holds engines, never a space; it is a daemon and ends with `stop`.
 
-The copy costs a core some 0.1 s a GiB, about what the checksum costs, and no time where the drive is the bound. Reads
-in place have nothing to give up: with `limit_s=None` there is no copy and no limit.
+The copy costs a core some 0.1 s a GiB, about what the checksum costs, and no time where the drive is the bound and a
+core is free. Reads in place cannot be given up: with `limit_s=None` there is no copy and no limit.
 Leaves to the engines what late, replaced and given up mean for their threads.
 """
 
