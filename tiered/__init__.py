@@ -1,8 +1,10 @@
 """Train models larger than memory: ZeRO on a tiered store of device memory, RAM and NVMe, in a plain loop."""
 
 from tiered.api import average, close, deferred_init, gather, no_sync, shard, stats
+from tiered.checkpoint.convert import export_checkpoint, import_checkpoint
 from tiered.checkpoint.load import load
-from tiered.checkpoint.save import save
+from tiered.checkpoint.resume import resume
+from tiered.checkpoint.save import save, saving
 from tiered.config import Config, Emulation, MixedPrecision
 from tiered.errors import (
     BudgetError,
@@ -39,10 +41,14 @@ __all__ = [
     "close",
     "deferred_init",
     "estimate",
+    "export_checkpoint",
     "gather",
+    "import_checkpoint",
     "load",
     "no_sync",
+    "resume",
     "save",
+    "saving",
     "shard",
     "stats",
 ]

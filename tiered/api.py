@@ -7,6 +7,7 @@ memory) are acquired last, after everything that can be checked has been, and re
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -14,18 +15,22 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from tiered.config import Config
+from tiered.config import Config, format_size
 from tiered.device import cuda
 from tiered.device.base import Device
 from tiered.device.cpu import CpuDevice
 from tiered.device.emulated import EmulatedDevice
 from tiered.device.host import available_bytes
 from tiered.errors import ConfigError, UsageError
+from tiered.io.commit import Identity
+from tiered.io.generations import Durability
 from tiered.io.swapfile import SwapSpace
 from tiered.optim import kernels
 from tiered.stats import Meter, Stats
-from tiered.store.store import WINDOW_BYTES, TieredStore
+from tiered.store.store import TieredStore
 from tiered.store.tier import Budget, Tier
+from tiered.store.window import WINDOW_BYTES
+from tiered.zero import lasting
 from tiered.zero.agreement import Call
 from tiered.zero.build import GroupPlan, build, gather_paths, plan_groups
 from tiered.zero.collectives import Ranks
@@ -39,11 +44,12 @@ from tiered.zero.model import MODEL_ATTRIBUTE
 from tiered.zero.module import sharded_model
 from tiered.zero.partition import UnitPlan
 from tiered.zero.parts import InMemory, Keep, Muster, OnDrive
-from tiered.zero.placing import place_groups, serving_bytes
+from tiered.zero.placing import Placement, place_groups, serving_bytes
 from tiered.zero.runtime import Runtime, partitions
 from tiered.zero.traffic import Traffic
 
 M = TypeVar("M", bound=nn.Module)
+_LOGGER = logging.getLogger("tiered")
 _DEVICE_SHARE = 0.9  # of what a GPU has free, where no device_budget is given
 
 
@@ -69,7 +75,7 @@ def deferred_init(config: Config) -> Iterator[None]:
     limit = host // 4  # of whole parameters
     with contextlib.ExitStack() as undo:
         with joined(ranks, "deferred_init()"):
-            space = _open_space(config, ranks.rank) if config.directories else None
+            space = _open_space(config, ranks.rank, None) if config.directories else None
         if space is not None:
             undo.callback(space.close)
         muster = Muster(ranks, config.rank_timeout_s) if ranks.size > 1 else None
@@ -133,9 +139,7 @@ def _build(
         ranks=ranks.size,
         free=int(device.free_bytes() * _DEVICE_SHARE) if kind == "cuda" else None,
     )
-    space = _open_space(config, ranks.rank) if config.directories else None
-    if space is not None:
-        undo.callback(space.close)
+    space, ephemeral = _open_lasting(model, config, run, groups, placement, undo)
     store = TieredStore(Budget(Tier.HOST, host_limit), space, meter, device=device)
     traffic = None
     if ranks.size > 1:
@@ -158,7 +162,7 @@ def _build(
         run.agree()
         ranks.connect()
 
-    build(model, config, runtime, plans, placement, arithmetic, ready)
+    build(model, config, runtime, plans, placement, arithmetic, ready).ephemeral = ephemeral
 
 
 def close(model: nn.Module, *, keep_weights: bool = True) -> None:
@@ -273,8 +277,56 @@ def _ranks(config: Config) -> Ranks:
     return Ranks("cuda" if _device_name(config) == "cuda" else "cpu", config.rank_timeout_s)
 
 
-def _open_space(config: Config, rank: int) -> SwapSpace:
-    return SwapSpace(config.directories, rank=rank, threads=config.io_threads, timeout_s=config.drive_timeout_s)
+def _open_lasting(
+    model: nn.Module,
+    config: Config,
+    run: Joining,
+    groups: list[GroupPlan],
+    placement: Placement,
+    undo: contextlib.ExitStack,
+) -> tuple[SwapSpace | None, str | None]:
+    """The swap space, if there is one, with what of a dead run is to be gone on from protected; and why nothing of this
+    run can be gone on from, if so."""
+    ranks = run.ranks
+    ephemeral = lasting.ephemeral(groups, placement, config)
+    space = None
+    if config.directories:
+        known = lasting.identity(model, groups, placement, config, ranks.rank, ranks.size)
+        space = _open_space(config, ranks.rank, None if ephemeral else Identity(*known))
+        need = lasting.bytes_needed(groups, placement)
+        adopted = space.generations is not None and space.generations.adopted
+        if ephemeral is None and not adopted and (free := space.free_bytes()) < need:
+            space.close()
+            ephemeral = (
+                f"two slots of the states take {format_size(need)}, and the drives have {format_size(free)} free, so "
+                f"there is one"
+            )
+            space = _open_space(config, ranks.rank, None)
+        undo.callback(space.close)
+    generations = None if space is None else space.generations
+    chosen = run.choose([] if generations is None else generations.offers, ephemeral)
+    if generations is not None:
+        generations.choose(chosen.serial, chosen.run, chosen.after)
+        if generations.protected is not None:
+            _LOGGER.warning(
+                "the swap directory has the last step of a run that ended before its time: tiered.resume(model, "
+                "optimizer) goes on from it, and the first step taken without that takes its place"
+            )
+    if chosen.ephemeral is not None and config.directories and config.durability != "none":
+        _LOGGER.warning("if this run is killed it can go on from a checkpoint only: %s", chosen.ephemeral)
+    return space, chosen.ephemeral
+
+
+def _open_space(config: Config, rank: int, identity: Identity | None) -> SwapSpace:
+    durability: Durability = "power" if config.durability == "power" else "process"
+    return SwapSpace(
+        config.directories,
+        rank=rank,
+        threads=config.io_threads,
+        timeout_s=config.drive_timeout_s,
+        identity=identity,
+        durability=durability,
+    )
 
 
 def _device_name(config: Config) -> str:

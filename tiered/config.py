@@ -116,6 +116,9 @@ class Config:
     io_threads: threads per drive.
     drive_timeout_s: seconds a drive may take over one transfer of 1 MiB or less. After them it is reported by name, and
         a read is made once more; after as many again it is an error. None: no limit, and reads cost no copy.
+    durability: what of a run that is killed is on the drives, where all its states live there: each step ("process":
+        whatever ends the process, or the system), each step and that through a loss of power ("power": one flush of
+        the drives more a step), or nothing, in half the space ("none").
 
     Raises ConfigError naming field, value and what would work.
     """
@@ -134,6 +137,7 @@ class Config:
     groups: tuple[type[torch.nn.Module], ...] | None = None
     io_threads: int = 8
     drive_timeout_s: float | None = 30.0
+    durability: Literal["process", "power", "none"] = "process"
     emulation: Emulation = Emulation()
 
     def __post_init__(self) -> None:
@@ -157,6 +161,8 @@ class Config:
             if not isinstance(self.drive_timeout_s, (int, float)) or not 0 < self.drive_timeout_s < float("inf"):
                 raise ConfigError(f"drive_timeout_s={self.drive_timeout_s!r}: use a number of seconds above 0, or None")
             object.__setattr__(self, "drive_timeout_s", float(self.drive_timeout_s))
+        if self.durability not in ("process", "power", "none"):
+            raise ConfigError(f"durability={self.durability!r}: use 'process', 'power' or 'none'")
         for field, kind in (("precision", MixedPrecision), ("emulation", Emulation)):
             if not isinstance(getattr(self, field), kind):
                 raise ConfigError(f"{field}={getattr(self, field)!r}: give a tiered.{kind.__name__}(...)")

@@ -83,8 +83,10 @@ def equal(got: Outcome, want: Outcome) -> None:
 
 
 @contextlib.contextmanager
-def session(seed: int = 0, lr: float = 1e-2, **settings: Any) -> Iterator[tuple[nn.Module, tiered.AdamW]]:
-    model = network(seed)
+def session(
+    seed: int = 0, lr: float = 1e-2, model: nn.Module | None = None, **settings: Any
+) -> Iterator[tuple[nn.Module, tiered.AdamW]]:
+    model = network(seed) if model is None else model
     with sharded(model, **{"device": "cpu", **settings}):
         decays = [p for p in model.parameters() if p.dim() > 1]
         rest = [p for p in model.parameters() if p.dim() <= 1]

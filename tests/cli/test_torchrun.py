@@ -14,11 +14,14 @@ from typing import Any
 
 import psutil
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from tiered.cli import main
 
 TINY = ["--layers", "2", "--hidden", "32", "--heads", "2", "--context", "16"]
 SECONDS = 240
+TELLS_ALL = hasattr(SubprocessContext, "_capture_process_failures")
+"""Whether torchrun tells exit codes of the ranks it has ended too, or only of those that failed by themselves."""
 PASSED_ON = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 
 
@@ -128,7 +131,8 @@ def test_a_batch_that_two_ranks_do_not_divide_is_one_line_and_code_2(text: Path)
     ]
     codes = exit_codes(err)
     assert codes[0] == 2
-    assert codes[1] in (2, -signal.SIGTERM)  # torchrun may end it before it has begun
+    assert 1 in codes or not TELLS_ALL
+    assert codes.get(1, 2) in (2, -signal.SIGTERM)  # torchrun may end it before it has begun
     assert out == ""
 
 
@@ -152,7 +156,9 @@ def test_a_signal_to_one_rank_alone_stops_both_after_the_same_step(text: Path) -
     assert out.count("stopped by SIGTERM") == 1
     assert "ZeRO stage 2" in out
     assert said(err) == []
-    assert exit_codes(err) == {0: 143, 1: 143}
+    codes = exit_codes(err)
+    assert set(codes.values()) == {143}
+    assert len(codes) == 2 or not TELLS_ALL
 
 
 def test_a_rank_that_dies_is_one_line_and_code_1_of_the_other_with_what_was_trained(text: Path, swap: Path) -> None:
@@ -165,4 +171,4 @@ def test_a_rank_that_dies_is_one_line_and_code_1_of_the_other_with_what_was_trai
     assert len(said(err)) == 1
     assert said(err)[0].startswith("tiered train: error: ")
     assert "rank 1" in said(err)[0]
-    assert exit_codes(err) == {0: 1, 1: -9}
+    assert exit_codes(err) == ({0: 1, 1: -9} if TELLS_ALL else {1: -9})

@@ -204,7 +204,7 @@ def no_extension(swap: Path) -> Any:
 def endless(swap: Path) -> Any:
     """Trains until somebody ends the process; says when it has begun."""
     model = chain(8, 512)
-    tiered.shard(model, config(swap))
+    tiered.shard(model, config(swap, durability=os.environ.get("TIERED_TEST_DURABILITY", "process")))
     optimizer = tiered.AdamW(model.parameters(), lr=1e-3)
     steps(model, optimizer, 2)
     print("training", flush=True)

@@ -24,13 +24,33 @@ def begin(start: Callable[..., subprocess.Popen[str]], swap: Path, delay_s: floa
     return process
 
 
-def test_what_a_killed_run_left_is_reclaimed_by_the_next_which_trains_right(start: Callable, swap: Path) -> None:
+def again(swap: Path) -> None:
+    """A run of the same model, which takes over what an endless one has left, trains right without it, and ends."""
+    fresh = {"param_tier": "host", "optimizer_tier": "host", "host_budget": "256MiB"}
+    assert train(chain(8, 512), config(swap), 1) == train(chain(8, 512), config(swap, **fresh), 1)
+    assert os.listdir(swap) == []
+
+
+def test_what_a_killed_run_left_is_kept_for_a_run_of_its_model_which_takes_its_place(
+    start: Callable, swap: Path
+) -> None:
     process = begin(start, swap)
-    (left,) = os.listdir(swap)
+    left = os.listdir(swap)
     process.kill()
     process.wait(timeout=60)
-    assert os.listdir(swap) == [left], "a killed process cannot clean up"
+    assert os.listdir(swap) == left, "a killed process cannot clean up"
     assert train(chain(), config(swap)) == train(chain(), config(swap, param_tier="host", optimizer_tier="host"))
+    assert os.listdir(swap) == left, "a run of another model has no use for it"
+    again(swap)
+
+
+def test_what_a_killed_run_left_is_reclaimed_by_any_other_where_nothing_is_to_last(start: Callable, swap: Path) -> None:
+    process = start("endless", swap, TIERED_TEST_DURABILITY="none")
+    assert process.stdout.readline() == "training\n"
+    process.kill()
+    process.wait(timeout=60)
+    assert len(os.listdir(swap)) == 1
+    train(chain(3, 32), config(swap))
     assert os.listdir(swap) == []
 
 
@@ -43,7 +63,7 @@ def test_a_living_run_is_left_alone_by_another_in_the_same_directory(start: Call
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.13])
-def test_ctrl_c_in_the_middle_of_training_ends_the_process_and_leaves_no_swap_files(
+def test_ctrl_c_in_the_middle_of_training_ends_the_process_and_leaves_its_last_step(
     start: Callable, swap: Path, delay_s: float
 ) -> None:
     process = begin(start, swap, delay_s)
@@ -51,7 +71,8 @@ def test_ctrl_c_in_the_middle_of_training_ends_the_process_and_leaves_no_swap_fi
     _, errors = process.communicate(timeout=90)
     assert process.returncode == -signal.SIGINT, errors[-2000:]
     assert errors.splitlines()[-1] == "KeyboardInterrupt"
-    assert os.listdir(swap) == []
+    assert len(os.listdir(swap)) == 1
+    again(swap)
 
 
 def test_training_needs_no_locked_memory(run: Callable, swap: Path) -> None:

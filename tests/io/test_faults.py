@@ -27,7 +27,7 @@ def test_one_flipped_bit_is_corrupt_data_with_file_and_offset(
     data = memory(4 * PIECE + 100)
     extent = store(space, data, "layers.0.weight")
     drive, offset = extent.stripes.place(place // PIECE)
-    path, at = space.stats().drives[drive].path, extent.starts[drive] + offset
+    path, at = space.stats().drives[drive].path, extent.starts[0][drive] + offset
     _flip(path, at + place % PIECE)
     into = np.zeros_like(data)
     ticket = space.read(extent, into.ctypes.data, into.nbytes)

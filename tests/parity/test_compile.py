@@ -32,6 +32,10 @@ pytestmark = pytest.mark.filterwarnings(  # of torch's own compiler, which hides
     "ignore:.*torch.jit.*is deprecated:DeprecationWarning",
 )
 
+OLD = pytest.mark.skipif(
+    not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),  # one that came with what is missing, in 2.8
+    reason="the compiler of this torch takes no parameter of a class of its own for a tensor",
+)
 BACKEND = "aot_eager"
 SMALL = Case("small_gpt", partial(Gpt, 3), token_batch)
 
@@ -94,6 +98,7 @@ def train(session: Session) -> Any:
     return [seen, session.weights(), session.moments()]
 
 
+@OLD
 @pytest.mark.parametrize("prepare", PREPARES.values(), ids=PREPARES)
 def test_modules_compiled_before_sharding_train_as_in_torch_and_compile_once(
     prepare: Callable[[nn.Module], None], placement: Placement, swap: Path
@@ -111,6 +116,7 @@ def test_compiled_blocks_under_checkpointing_train_as_in_torch(
     agree(train, case, placement, swap, prepare=prepare)
 
 
+@OLD
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch generates C++, and there is no compiler")
 def test_generated_code_trains_as_torchs_own(placement: Placement, swap: Path) -> None:
@@ -278,6 +284,7 @@ TRACERS: list[tuple[str, Callable[..., Any]]] = [
 ]
 
 
+@OLD
 @pytest.mark.parametrize(("name", "trace"), TRACERS, ids=[name for name, _ in TRACERS])
 def test_a_tracer_that_would_keep_memory_is_refused_by_name(
     name: str, trace: Callable[..., Any], session: Session
@@ -287,11 +294,13 @@ def test_a_tracer_that_would_keep_memory_is_refused_by_name(
     refused(refusal.value, "sharded", "tiered.close(model)")
 
 
+@OLD
 def test_one_graph_over_a_whole_sharded_model_is_refused_with_what_to_do(session: Session) -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"block\.compile\(\)"):
         torch.compile(session.model, backend=BACKEND, fullgraph=True)(*session.batch(0))
 
 
+@OLD
 def test_a_compiled_function_given_a_parameter_that_is_away_is_refused_by_name(session: Session) -> None:
     read = torch.compile(lambda x, weight: x @ weight, backend=BACKEND)
     with pytest.raises(torch._dynamo.exc.TorchDynamoException, match=r"'position'.*tiered\.gather"):

@@ -19,8 +19,9 @@ from tiered.errors import BudgetError, CorruptDataError, StorageError, SwapFullE
 from tiered.io.swapfile import SwapSpace
 from tiered.stats import Meter
 from tiered.store.block import Block, BlockKey, BlockState
-from tiered.store.store import WINDOW_BYTES, TieredStore
+from tiered.store.store import TieredStore
 from tiered.store.tier import Budget, Tier
+from tiered.store.window import WINDOW_BYTES
 
 PAGE = 4096
 MIB = 1 << 20
@@ -613,9 +614,9 @@ def damage(swap: Path, block: Block) -> None:
     assert block.extent is not None
     (file,) = swap.glob("tiered-*/swap")
     with file.open("r+b", buffering=0) as swap_file:
-        swap_file.seek(block.extent.starts[0])
+        swap_file.seek(block.extent.starts[0][0])
         (value,) = swap_file.read(1)
-        swap_file.seek(block.extent.starts[0])
+        swap_file.seek(block.extent.starts[0][0])
         swap_file.write(bytes([value ^ 0x10]))
         os.fsync(swap_file.fileno())
 

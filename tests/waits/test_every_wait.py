@@ -86,7 +86,7 @@ FAILS: dict[tuple[str, str, int], str] = {
     ("store/store.py", "patch", 1): f"{STORE}::test_a_clean_block_is_evicted_without_a_write_and_a_dirty_one_with_one",
     ("store/store.py", "_settle", 0): f"{ORDER}::test_a_wait_for_a_block_is_counted_as_stalled",
     ("store/store.py", "_settle", 1): f"{STORE}::test_after_a_failed_fetch_every_call_raises_the_first_cause",
-    ("store/store.py", "note", 0): f"{ORDER}::test_a_read_that_fails_and_that_nobody_waits_for_fails_its_block",
+    ("store/watched.py", "note", 0): f"{ORDER}::test_a_read_that_fails_and_that_nobody_waits_for_fails_its_block",
     ("store/watched.py", "wait", 0): "tests/store/test_watched.py::test_who_sees_a_failure_finds_that_the_owner_knows",
     ("zero/collectives.py", "exchange_slices", 0): f"{TRAINS}[host-2]",
     ("zero/collectives.py", "unite", 0): f"{TRAINS}[host-3]",

@@ -18,13 +18,16 @@ class CountingHome:
 
     def __init__(self, param: nn.Parameter) -> None:
         self.param = param
-        self.opens = self.writes = self.copies = self.switched = 0
+        self.opens = self.writes = self.warnings = self.copies = self.switched = 0
         self.gradient: Tensor | None = None
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         self.opens += 1
         yield
+
+    def before_write(self) -> None:
+        self.warnings += 1
 
     def note_write(self) -> None:
         self.writes += 1
@@ -143,6 +146,28 @@ def test_a_write_is_noted_once_and_a_read_never(param: nn.Parameter) -> None:
         param.sum()
         torch.add(param, 1)
     assert counted(param).writes == 1
+
+
+WRITES: dict[str, Callable[[nn.Parameter], object]] = {
+    "a method in place": lambda p: p.mul_(2),
+    "an operator in place": lambda p: p.__iadd__(1),
+    "an assignment of elements": lambda p: p.__setitem__(0, 1.0),
+    "out=": lambda p: torch.add(p, 1, out=p),
+    "init": lambda p: nn.init.normal_(p),
+    "a list": lambda p: torch._foreach_mul_([p], 2.0),
+    "data, which no version counter watches": lambda p: p.data,
+}
+READS: list[Callable[[nn.Parameter], object]] = [lambda p: p.sum(), lambda p: p + 1, lambda p: p[0], lambda p: p.T]
+
+
+def test_what_may_write_is_told_of_before_and_what_reads_is_not(param: nn.Parameter) -> None:
+    with torch.no_grad():
+        for read in READS:
+            read(param)
+        assert counted(param).warnings == 0
+        for number, write in enumerate(WRITES.values(), 1):
+            write(param)
+            assert counted(param).warnings == number
 
 
 REFUSED: dict[str, Callable[[nn.Parameter], object]] = {

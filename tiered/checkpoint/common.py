@@ -1,4 +1,4 @@
-"""What saving and loading have in common: a part that every rank does, and the buffers a checkpoint holds."""
+"""What saving and loading have in common: a part that every rank does, and the names a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import nn
 
 from tiered.errors import RankError, StorageError, TieredError
 from tiered.zero.agreement import Call
@@ -46,11 +43,10 @@ def on_every_rank(
     return [given for _, given in told]
 
 
-def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that belong to the state dict, by name."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, each in module.named_modules()
-        for name, buffer in each._buffers.items()
-        if buffer is not None and name not in each._non_persistent_buffers_set
-    }
+def names_of_parameters(sharded: ShardedModel) -> dict[int, list[str]]:
+    """By id of the Parameter all names it has, first the one it is stored by; several where it is tied."""
+    names: dict[int, list[str]] = {id(home.param): [home.name] for home in sharded.homes}
+    for name, param in sharded.module.named_parameters(remove_duplicate=False):
+        if name not in names.setdefault(id(param), [name]):
+            names[id(param)].append(name)
+    return names

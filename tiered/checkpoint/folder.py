@@ -3,6 +3,7 @@
     <path>/
       manifest.json              what counts; replaced by renaming
       <id>/rank-<r>.safetensors  the data of one save; `id` is drawn anew for each
+      <id>/rank-<r>.json         while it is made in the background: see `sidecar`
 
     begin -> <id>/ exists -> ranks write -> commit: manifest.json.new is flushed, then renamed -> older ids are removed
 
@@ -31,8 +32,9 @@ from tiered.errors import CorruptDataError, StorageError
 MANIFEST = "manifest.json"
 _NEW = "manifest.json.new"
 _ID = re.compile(r"[0-9a-f]{16}")
-_DATA = re.compile(r"rank-[0-9]{1,6}\.safetensors")
+_DATA = re.compile(r"rank-[0-9]{1,6}\.(safetensors|json|json\.new)")
 _STEP = re.compile(r"step-[0-9]{9,}")
+_OTHER = re.compile(r"\.safetensors(\.index\.json)?$|^\.metadata$")  # beside no manifest
 _LARGEST_MANIFEST = 1 << 30  # bytes
 
 
@@ -46,7 +48,7 @@ class Folder:
 
     def begin(self) -> str:
         """Make place for the data of a new save; returns its id. Raises StorageError."""
-        with self._named("a checkpoint cannot be made there"):
+        with self.named("a checkpoint cannot be made there"):
             self.path.mkdir(parents=True, exist_ok=True)
             _own(self.path)
             unknown = [entry.name for entry in os.scandir(self.path) if not _ours(entry)]
@@ -63,14 +65,14 @@ class Folder:
     def file(self, drawn: str, rank: int) -> tuple[str, int]:
         """Make the data file of one rank: its name in the manifest, and a descriptor open for writing."""
         name = f"{drawn}/rank-{rank}.safetensors"
-        with self._named("a data file cannot be made there"):
+        with self.named("a data file cannot be made there"):
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             return name, os.open(self.path / name, flags, 0o600)
 
     def commit(self, drawn: str, made: Manifest) -> None:
         """From now on the data of `drawn` is the checkpoint. Raises StorageError; then the old one still is."""
         data = manifest.encode(made)
-        with self._named("the manifest cannot be written"):
+        with self.named("the manifest cannot be written"):
             flush_folder(self.path / drawn)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path / _NEW)
@@ -96,11 +98,14 @@ class Folder:
                     self.drop(entry.name)
 
     def drop(self, drawn: str) -> None:
-        """Remove the data of one save."""
+        """Remove the data of one save, that of every rank before what they say of it; unless it is the checkpoint."""
         with contextlib.suppress(OSError):
-            for entry in list(os.scandir(self.path / drawn)):
-                if _DATA.fullmatch(entry.name):
-                    os.unlink(entry.path)
+            if self._committed(drawn):  # and what failed came after
+                return
+            for _ in range(2):  # a rank that has not seen the first may have put something there meanwhile
+                for entry in sorted(os.scandir(self.path / drawn), key=lambda entry: "safetensors" not in entry.name):
+                    if _DATA.fullmatch(entry.name):
+                        os.unlink(entry.path)
             os.rmdir(self.path / drawn)
 
     def remove(self) -> None:
@@ -116,8 +121,16 @@ class Folder:
         """The checkpoint's manifest, with every file it names there in its size. Raises StorageError where there is no
         checkpoint, CorruptDataError where it is not sound."""
         path = self.path / MANIFEST
-        with self._named("no whole checkpoint can be read there"):
+        with self.named("no whole checkpoint can be read there"):
             _own(self.path)
+            others = [name for name in os.listdir(self.path) if _OTHER.search(name)]
+            if others and not path.exists():
+                raise StorageError(
+                    errno.EINVAL,
+                    f"the folder has {others[0]!r} and no manifest, as other programs save: make a checkpoint of it "
+                    f"with tiered.import_checkpoint, or tiered import",
+                    str(self.path),
+                )
             with open(path, "rb", opener=_opener) as file:
                 data = file.read(_LARGEST_MANIFEST + 1)
         if len(data) > _LARGEST_MANIFEST:
@@ -136,7 +149,7 @@ class Folder:
     def open(self, name: str) -> int:
         """A descriptor of a data file, for reading. Raises StorageError."""
         path = self.path / name
-        with self._named("the data file cannot be opened"):
+        with self.named("the data file cannot be opened"):
             if path.parent.is_symlink():
                 raise StorageError(errno.ELOOP, "a link is not followed", str(path.parent))
             descriptor = _opener(str(path), os.O_RDONLY)
@@ -145,8 +158,14 @@ class Folder:
             raise StorageError(errno.EINVAL, "the data file is no regular file", str(path))
         return descriptor
 
+    def _committed(self, drawn: str) -> bool:
+        """The manifest names the data of `drawn`, sound or not."""
+        with contextlib.suppress(FileNotFoundError), open(self.path / MANIFEST, "rb", opener=_opener) as file:
+            return f'"{drawn}/'.encode() in file.read(_LARGEST_MANIFEST)
+        return False
+
     @contextlib.contextmanager
-    def _named(self, what: str) -> Iterator[None]:
+    def named(self, what: str) -> Iterator[None]:
         """What the system says, with the path in it."""
         try:
             yield
@@ -172,6 +191,16 @@ def newest_first(parent: Path) -> list[Path]:
                     committed = -1
                 found.append((committed, Path(entry.path)))
     return [path for _, path in sorted(found, reverse=True)]
+
+
+def find(path: str | os.PathLike[str]) -> Folder:
+    """The folder of the checkpoint that `path` means: itself or, where it holds several, the one committed last."""
+    given = Path(os.path.abspath(os.fspath(path)))
+    if not (given / MANIFEST).exists():
+        for newest in newest_first(given)[:1]:
+            if (newest / MANIFEST).exists():
+                return Folder(newest)
+    return Folder(given)
 
 
 def flush_folder(path: Path) -> None:

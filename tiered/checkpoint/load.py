@@ -13,23 +13,22 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from tiered.checkpoint import extra as extras
-from tiered.checkpoint.common import on_every_rank, persistent_buffers
-from tiered.checkpoint.folder import MANIFEST, Folder, newest_first
+from tiered.checkpoint.common import names_of_parameters, on_every_rank
+from tiered.checkpoint.folder import Folder, find
 from tiered.checkpoint.manifest import Lone, Manifest, Stored
 from tiered.checkpoint.slices import Reader
 from tiered.errors import UsageError
 from tiered.optim.adamw import AdamW
+from tiered.zero.buffers import persistent_buffers
 from tiered.zero.home import ParamHome
 from tiered.zero.model import STATE_KINDS, ShardedModel
 from tiered.zero.module import sharded_model
@@ -61,6 +60,7 @@ def load(
     sharded = sharded_model(model)
     if optimizer is not None and (not isinstance(optimizer, AdamW) or optimizer.model is not sharded):
         raise UsageError("load(): the optimizer is not a tiered.AdamW of this model: give its own, or None for weights")
+    sharded.end_saving()
     loading = _Loading(sharded, optimizer, names or {}, strict)
     loading.together("load(), looking", lambda: loading.look(path))
     loading.together("load()", sharded.before_step, closes=True)  # nobody is given values that are half old
@@ -71,6 +71,8 @@ def load(
         sharded.reloaded()
     sharded.failure = None
     loading.go_on()
+    if optimizer is not None:
+        optimizer.keep()
     return loading.extra()
 
 
@@ -94,16 +96,20 @@ class _Loading:
     # --- look ---
 
     def look(self, path: str | os.PathLike[str]) -> None:
-        self._folder = _folder(path)
+        self._folder = find(path)
         self._made = made = self._folder.read()
         by_alias = {alias: stored for name, stored in made.parameters.items() for alias in (name, *stored.aliases)}
-        missing, used = [], set()
+        names = names_of_parameters(self._sharded)
+        missing: list[str] = []
+        used: set[int] = set()
         for home in self._sharded.homes:
-            stored = by_alias.get(self._names.get(home.name, home.name))
-            if stored is None:
+            theirs = [self._names.get(name, name) for name in names[id(home.param)]]
+            found = [by_alias[name] for name in theirs if name in by_alias]
+            if not found:
                 missing.append(home.name)
                 continue
-            used.add(id(stored))
+            stored = max(found, key=lambda each: len(each.kinds))  # of two names moments may have one alone
+            used |= {id(other) for other in found if _same(stored, other)}
             if stored.shape != tuple(home.slot.shape):
                 raise UsageError(
                     f"load(): parameter '{home.name}' has shape {tuple(home.slot.shape)}, but {stored.shape} in the "
@@ -111,12 +117,12 @@ class _Loading:
                 )
             self._found.append((home, stored))
         buffers = persistent_buffers(self._sharded.module)
-        theirs = {name: self._names.get(name, name) for name in buffers}
-        missing += [name for name, there in theirs.items() if there not in made.buffers]
-        unexpected = [name for name, stored in made.parameters.items() if id(stored) not in used]
-        unexpected += [name for name in made.buffers if name not in theirs.values()]
-        self._judge(missing, unexpected)
-        for name, there in theirs.items():
+        called = {name: self._names.get(name, name) for name in buffers}
+        missing += [name for name, there in called.items() if there not in made.buffers]
+        taken = {name for name, stored in made.parameters.items() if id(stored) in used} | set(called.values())
+        # what was imported may be listed as both, a parameter and a buffer: either use is one
+        self._judge(missing, [name for name in {**made.parameters, **made.buffers} if name not in taken])
+        for name, there in called.items():
             if there in made.buffers:
                 lone = made.tensors[made.buffers[there]]
                 if lone.shape != tuple(buffers[name].shape):
@@ -224,12 +230,9 @@ class _Loading:
         return saved.get(str(self._sharded.runtime.ranks.rank), saved.get("0"))
 
 
-def _folder(path: str | os.PathLike[str]) -> Folder:
-    """The folder of the checkpoint that `path` means."""
-    given = Path(os.path.abspath(os.fspath(path)))
-    if not (given / MANIFEST).exists():
-        with contextlib.suppress(IndexError):
-            newest = newest_first(given)[0]
-            if (newest / MANIFEST).exists():
-                return Folder(newest)
-    return Folder(given)
+def _same(one: Stored, other: Stored) -> bool:
+    """Whether two parameters have the same values, as far as hashes of the same parts tell."""
+    a, b = one.kinds["value"], other.kinds["value"]
+    return (
+        one.shape == other.shape and a.dtype == b.dtype and [p.hashes for p in a.parts] == [p.hashes for p in b.parts]
+    )

@@ -3,40 +3,40 @@
 Each rank writes what it owns, by parameter: its elements of every value and moment, through one window. Then rank 0
 collects where everything is and commits the manifest.
 
+    every rank begins (a call of all) -> each writes its share -> rank 0 commits       in the foreground: calls of all
+                                         `---------- on threads: see `background` -----------'   in the background
+
 Invariants:
 1. Nothing of the live run changes: it goes on bit for bit as without the save.
 2. A save that fails on any rank raises on every rank, leaves the checkpoint that was there, and the run goes on.
+3. It holds the state of the moment of the call.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import os
-import platform
-from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from tiered.checkpoint import extra as extras
-from tiered.checkpoint.common import on_every_rank, persistent_buffers
+from tiered.checkpoint.background import Background
+from tiered.checkpoint.common import on_every_rank
 from tiered.checkpoint.folder import Folder, newest_first
-from tiered.checkpoint.manifest import DTYPES, Kind, Lone, Manifest, Part, Stored
-from tiered.checkpoint.slices import Entry, Writer
+from tiered.checkpoint.manifest import Manifest
+from tiered.checkpoint.share import Share, Written, outline, put_together
+from tiered.checkpoint.sidecar import Sidecars
+from tiered.device.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.optim.adamw import AdamW
-from tiered.zero.group import ParamGroup
-from tiered.zero.model import STATE_KINDS, ShardedModel
+from tiered.zero.agreement import COMPUTING_FACTOR
+from tiered.zero.buffers import persistent_buffers
+from tiered.zero.model import ShardedModel
 from tiered.zero.module import sharded_model
-from tiered.zero.partition import overlap
-
-Written = dict[str, Any]
-"""What one rank tells the others of its file."""
 
 
 def save(
@@ -46,6 +46,7 @@ def save(
     extra: Any = None,
     *,
     keep: int | None = None,
+    background: bool = False,
 ) -> Path:
     """Write a checkpoint of `model` and `optimizer` (None: weights only) to the folder `path`; returns its folder.
 
@@ -54,148 +55,140 @@ def save(
     removed. extra: what else is to be kept (numbers, strings, None, tensors, lists and dictionaries of them); each
     rank's own. Every rank calls it. Gradients are not saved: call it between `step` and the next backward.
 
+    background: return as soon as what is small has been copied, and write on a thread while training goes on. The next
+    change of states (a step, an edit of parameters) waits until they have been read; the next `save`, `load` and
+    `close` wait until the checkpoint is there, and raise what it failed of, as `saving` does. Edits of weights through
+    a tensor from `.data` or `.detach()` that was taken before cannot be waited for: make none meanwhile.
+
     Raises UsageError for what cannot be saved, StorageError where the folder cannot be written, RankError where other
-    ranks do not save, or failed to.
+    ranks do not save, or failed to; and what the last save in the background failed of, before anything is written.
     """
     sharded = sharded_model(model)
     _check(sharded, optimizer, keep)
-    tensors: list[torch.Tensor] = []
-
-    def add(tensor: torch.Tensor) -> int:
-        tensors.append(tensor.detach().cpu().contiguous())
-        return len(tensors) - 1
-
+    sharded.end_saving()
     step = optimizer.updates if optimizer is not None else 0
     target = Path(os.path.abspath(os.fspath(path)))
-    folder = Folder(target if keep is None else target / f"step-{step:09d}")
-    saving = _Saving(sharded, optimizer, folder)
-    told = saving.together(lambda: {"extra": extras.encode(extra, add), "id": saving.begin()})
-    drawn = told[0]["id"]
-    with saving.undone(drawn):
-        buffers = persistent_buffers(model) if saving.rank == 0 else {}
-        lone = [buffer.detach().cpu().contiguous() for buffer in buffers.values()]
-        written = saving.together(lambda: saving.write(drawn, [*lone, *tensors]))
-        made = saving.manifest(step, [one["extra"] for one in told], written, list(buffers))
-        saving.together(lambda: saving.commit(drawn, made))
-    if keep is not None and saving.rank == 0:
-        _keep(target, keep, folder.path.name)
-    return folder.path
+    saving = _Saving(sharded, Folder(target if keep is None else target / f"step-{step:09d}"), target, keep)
+    saving.begin(extra, copied=background)
+    with saving.undone():
+        saving.take(optimizer, step, copied=background)
+        if background:
+            saving.in_background()
+        else:
+            saving.here()
+    return saving.folder.path
 
 
-class _State(NamedTuple):
-    """Elements [start, stop) of one kind of a parameter, which one rank writes."""
-
-    name: str
-    kind: str
-    dtype: torch.dtype
-    start: int
-    stop: int
-    fill: Callable[[torch.Tensor, int], None]  # see `Writer.write`
+def saving(model: nn.Module, *, wait: bool = False) -> bool:
+    """Whether `save(..., background=True)` still goes on; `wait`: until it does not. With several ranks each asks for
+    itself. Raises what it failed of, once: StorageError, RankError where a rank was lost, UsageError where weights were
+    edited while they were read. The checkpoint before it is whole then."""
+    sharded = sharded_model(model)
+    if not wait and sharded.saving is not None and not sharded.saving.over:
+        return True
+    sharded.end_saving()
+    return False
 
 
 class _Saving:
-    """One save on one rank."""
+    """One save on one rank; see `background.Job`."""
 
-    def __init__(self, sharded: ShardedModel, optimizer: AdamW | None, folder: Folder) -> None:
+    def __init__(self, sharded: ShardedModel, folder: Folder, target: Path, keep: int | None) -> None:
         self.sharded = sharded
-        self.optimizer = optimizer
         self.folder = folder
-        self.ranks = sharded.runtime.ranks
-        self.rank = self.ranks.rank
+        self.where = str(folder.path)
+        self.rank = sharded.runtime.ranks.rank
+        self._target = target
+        self._keep = keep
+        self._lone: list[torch.Tensor] = []
+        self._extras: list[Any] = []  # of every rank
+        self._drawn = ""
+        self._outline: Manifest
+        self._share: Share | None = None
+        self._file: tuple[str, int] | None = None  # name and descriptor, until it is written
+        self._handed_over = False  # to a thread
 
-    def together(self, part: Callable[[], Written]) -> list[Written]:
+    def together(self, part: Any) -> list[Any]:
         return on_every_rank(self.sharded, "save()", part, lambda: self.folder.path)
 
-    def begin(self) -> str:
-        for group in self.sharded.groups:
-            group.absorb()
-        return self.folder.begin() if self.rank == 0 else ""
+    # --- every rank begins ---
+
+    def begin(self, extra: Any, *, copied: bool) -> None:
+        """Draw an id, and tell all ranks of each other's extras."""
+
+        def add(tensor: torch.Tensor) -> int:
+            self._lone.append(_on_host(tensor, copied))
+            return len(self._lone) - 1
+
+        def part() -> Any:
+            told = extras.encode(extra, add)
+            for group in self.sharded.groups:
+                group.absorb()
+            return {"extra": told, "id": self.folder.begin() if self.rank == 0 else ""}
+
+        told = self.together(part)
+        self._drawn = told[0]["id"]
+        self._extras = [one["extra"] for one in told]
+
+    def take(self, optimizer: AdamW | None, step: int, *, copied: bool) -> None:
+        """Everything as it is now; the states are read when they are written."""
+
+        def part() -> None:
+            buffers = persistent_buffers(self.sharded.module) if self.rank == 0 else {}
+            self._lone = [*(_on_host(buffer, copied) for buffer in buffers.values()), *self._lone]
+            self._outline = outline(self.sharded, optimizer, step, list(buffers))
+            self._file = self.folder.file(self._drawn, self.rank)
+            self._share = Share(self.sharded, optimizer, self._lone)
+
+        self.together(part)
 
     @contextlib.contextmanager
-    def undone(self, drawn: str) -> Iterator[None]:
+    def undone(self) -> Iterator[None]:
         """Where the save fails, its data goes."""
         try:
             yield
         except BaseException:
-            if self.rank == 0:
-                self.folder.drop(drawn)
+            if not self._handed_over:
+                self.close()
+                if self.rank == 0:
+                    self.drop()
             raise
 
-    def write(self, drawn: str, tensors: Sequence[torch.Tensor]) -> Written:
-        """Write this rank's file."""
-        states = list(self._states())
-        entries = [Entry(f"{s.name}:{s.kind}:{s.start}", s.dtype, (s.stop - s.start,)) for s in states]
-        entries += [Entry(f"tensor:{n}", torch.uint8, (t.nbytes,)) for n, t in enumerate(tensors)]
-        name, descriptor = self.folder.file(drawn, self.rank)
-        parts, lone = [], []
-        with Writer(descriptor, str(self.folder.path / name), entries) as writer:
-            for s in states:
-                offset, hashes = writer.write((s.stop - s.start) * s.dtype.itemsize, s.fill)
-                parts.append((s.name, s.kind, _name(s.dtype), offset, s.start, s.stop, hashes))
-                self.sharded.alive("save()")
-            for tensor in tensors:
-                offset, hashes = writer.write(tensor.nbytes, functools.partial(_copy, tensor))
-                lone.append((tuple(tensor.shape), _name(tensor.dtype), offset, tensor.nbytes, hashes))
-            return {"file": name, "bytes": writer.finish(), "parts": parts, "tensors": lone}
+    # --- and goes on ---
 
-    def _states(self) -> Iterator[_State]:
-        """What this rank owns."""
-        for home in self.sharded.homes:
-            group, slot = home.group, home.slot
-            low, high = overlap(slot, *group.spec.shard(self.rank))
-            kinds = {"value": "master" if "master" in group.blocks else "param"}
-            if self.optimizer is not None and self.optimizer.updates_of(home):
-                kinds |= {kind: kind for kind in STATE_KINDS}
-            for kind, block in kinds.items():
-                dtype = group.dtype if block == "param" else torch.float32
-                base = (low - group.span(block)[0]) * dtype.itemsize
-                fill = functools.partial(_load, group, block, base)
-                yield _State(home.name, kind, dtype, low - slot.start, high - slot.start, fill)
+    def here(self) -> None:
+        written = self.together(lambda: self.write(alive=lambda: self.sharded.alive("save()"), read=bool))
+        self.close()
+        self.together(lambda: self.commit(written) if self.rank == 0 else None)
 
-    def manifest(self, step: int, extra: Sequence[Any], written: Sequence[Written], buffers: Sequence[str]) -> Manifest:
-        """What all ranks have written, as one."""
-        tensors: list[Lone] = []
-        by_rank: dict[str, Any] = {}
-        parts: dict[str, dict[str, list[tuple[str, Part]]]] = {}
-        for rank, one in enumerate(written):
-            first = len(tensors) + (len(buffers) if rank == 0 else 0)
-            for shape, dtype, offset, nbytes, hashes in one["tensors"]:
-                part = Part(one["file"], offset, 0, nbytes, tuple(hashes))
-                tensors.append(Lone(tuple(shape), getattr(torch, dtype), part))
-            by_rank[str(rank)] = _shifted(extra[rank], first)
-            for name, kind, dtype, offset, start, stop, hashes in one["parts"]:
-                part = Part(one["file"], offset, start, stop, tuple(hashes))
-                parts.setdefault(name, {}).setdefault(kind, []).append((dtype, part))
-        parameters: dict[str, Stored] = {}
-        names: dict[int, list[str]] = {id(home.param): [home.name] for home in self.sharded.homes}
-        for name, param in self.sharded.module.named_parameters(remove_duplicate=False):
-            if name not in names.setdefault(id(param), [name]):
-                names[id(param)].append(name)
-        for home in self.sharded.homes:
-            kinds = {
-                kind: Kind(DTYPES[found[0][0]], tuple(p for _, p in found if p.start < p.stop))
-                for kind, found in parts[home.name].items()
-            }
-            updates = self.optimizer.updates_of(home) if self.optimizer is not None else 0
-            parameters[home.name] = Stored(tuple(home.slot.shape), tuple(names[id(home.param)]), updates, kinds)
-        groups, scaler = self.optimizer.progress() if self.optimizer is not None else (None, None)
-        return Manifest(
-            step=step,
-            ranks=self.ranks.size,
-            files={one["file"]: one["bytes"] for one in written},
-            parameters=parameters,
-            groups=groups,
-            scaler=scaler,
-            extras=by_rank,
-            tensors=tensors,
-            buffers={name: number for number, name in enumerate(buffers)},
-            about=_about(self.sharded),
-        )
+    def in_background(self) -> None:
+        patience_s = COMPUTING_FACTOR * self.sharded.config.rank_timeout_s
+        check = self.sharded.runtime.check
+        sidecars = Sidecars(self.folder, self._drawn, self.rank, check=check, patience_s=patience_s)
+        with uninterrupted():
+            self._handed_over = True
+            Background(self.sharded, self, sidecars).start()
 
-    def commit(self, drawn: str, made: Manifest) -> Written:
-        if self.rank == 0:
-            self.folder.commit(drawn, made)
-        return {}
+    def write(self, *, alive: Any, read: Any) -> Written:
+        if self._share is None or self._file is None:
+            raise RuntimeError("nothing has been taken")
+        (name, descriptor), self._file = self._file, None
+        return self._share.write(descriptor, self.folder.path, name, alive=alive, read=read)
+
+    def commit(self, written: Sequence[Written]) -> None:
+        self.folder.commit(self._drawn, put_together(self._outline, self._extras, written))
+        if self._keep is not None:
+            _remove_old(self._target, self._keep, self.folder.path.name)
+
+    def drop(self) -> None:
+        self.folder.drop(self._drawn)
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file[1])
+        if self._share is not None:
+            self._share.close()
+        self._file, self._share, self._lone = None, None, []
 
 
 def _check(sharded: ShardedModel, optimizer: AdamW | None, keep: int | None) -> None:
@@ -216,37 +209,14 @@ def _check(sharded: ShardedModel, optimizer: AdamW | None, keep: int | None) -> 
             )
 
 
-def _shifted(value: Any, by: int) -> Any:
-    """An extra whose tensors are numbered from `by` on."""
-    if isinstance(value, list):
-        return [_shifted(each, by) for each in value]
-    if isinstance(value, dict):
-        if "tensor" in value:
-            return {"tensor": value["tensor"] + by}
-        return {"dict": {k: _shifted(v, by) for k, v in value["dict"].items()}} if "dict" in value else value
-    return value
+def _on_host(tensor: torch.Tensor, copied: bool) -> torch.Tensor:
+    """`tensor` as it is written: its values on the host, `copied` where it may be changed before."""
+    host = tensor.detach().cpu().contiguous()
+    return host.clone() if copied and host.data_ptr() == tensor.data_ptr() else host
 
 
-def _keep(parent: Path, count: int, newest: str) -> None:
+def _remove_old(parent: Path, count: int, newest: str) -> None:
     """Remove all checkpoints but the newest `count`. What cannot be removed now is by a later save."""
     for path in newest_first(parent)[count:]:
         if path.name != newest:
             Folder(path).remove()
-
-
-def _load(group: ParamGroup, block: str, base: int, out: torch.Tensor, at: int) -> None:
-    group.runtime.store.load(group.blocks[block], out, base + at)
-
-
-def _copy(tensor: torch.Tensor, out: torch.Tensor, at: int) -> None:
-    out.copy_(tensor.reshape(-1).view(torch.uint8)[at : at + out.numel()])
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _about(sharded: ShardedModel) -> dict[str, Any]:
-    config = {f.name: str(getattr(sharded.config, f.name)) for f in dataclasses.fields(sharded.config)}
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "tiered": version("tiered")}
-    return {"versions": versions, "config": config}

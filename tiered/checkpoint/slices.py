@@ -6,7 +6,8 @@ Read are the pieces that the manifest names, by ordinary reads: a drive that fai
 would give a signal.
 
 Invariants:
-1. At most PIECE_BYTES of a file are in memory at once, in either direction.
+1. At most PIECE_BYTES of a file are in memory at once when it is read, and a reader keeps the last piece; what is
+   written is the caller's memory.
 2. What is read has the hash that was written, or CorruptDataError names the file and the offset.
 """
 
@@ -15,17 +16,18 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 
 from tiered.checkpoint.folder import Folder
 from tiered.checkpoint.manifest import PIECE_BYTES, Part, hash_of
 from tiered.errors import CorruptDataError, StorageError
 
-_NAMES = {
+NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -54,19 +56,25 @@ class Entry(NamedTuple):
 class Writer:
     """Writes one data file: `write` for each entry in the order given, then `finish`."""
 
-    def __init__(self, descriptor: int, path: str, entries: Sequence[Entry]) -> None:
-        """Owns `descriptor` from now on. Raises StorageError, UsageError for a dtype that has no name in the format."""
+    def __init__(
+        self, descriptor: int, path: str, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None
+    ) -> None:
+        """Owns `descriptor` from now on, also where it raises StorageError; `metadata` goes to the header."""
         self._descriptor = descriptor
         self._path = path
         self._at = 0
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
         end = 0
         for entry in entries:
             span = [end, end := end + entry.nbytes]
-            header[entry.key] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": span}
+            header[entry.key] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": span}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        self._put(len(text).to_bytes(8, "little") + text)
+        try:
+            self._put(len(text).to_bytes(8, "little") + text)
+        except BaseException:
+            os.close(descriptor)
+            raise
 
     def __enter__(self) -> Writer:
         return self
@@ -74,17 +82,20 @@ class Writer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         os.close(self._descriptor)
 
-    def write(self, nbytes: int, fill: Callable[[torch.Tensor, int], None]) -> tuple[int, tuple[str, ...]]:
-        """Write the next entry, of `nbytes`; `fill(out, at)` gives its bytes from `at` on (1-D uint8). Returns where it
-        starts in the file, and its hashes."""
-        offset, hashes = self._at, []
-        window = torch.empty(min(PIECE_BYTES, nbytes), dtype=torch.uint8, device="cpu")
-        for at in range(0, nbytes, PIECE_BYTES):
-            piece = window[: min(PIECE_BYTES, nbytes - at)]
-            fill(piece, at)
-            data = piece.numpy().data
-            hashes.append(hash_of(data))
-            self._put(data)
+    def write(self, data: Iterable[memoryview]) -> tuple[int, tuple[str, ...]]:
+        """Write the next entry, given in pieces of any size. Returns where it starts in the file, and its hashes."""
+        offset, hashes, hashing = self._at, [], xxhash.xxh3_64()
+        for piece in data:
+            while piece:
+                room = PIECE_BYTES - (self._at - offset) % PIECE_BYTES
+                part, piece = piece[:room], piece[room:]
+                hashing.update(part)
+                self._put(part)
+                if len(part) == room:
+                    hashes.append(hashing.hexdigest())
+                    hashing.reset()
+        if (self._at - offset) % PIECE_BYTES:
+            hashes.append(hashing.hexdigest())
         return offset, tuple(hashes)
 
     def finish(self) -> int:
@@ -92,9 +103,7 @@ class Writer:
         try:
             os.fsync(self._descriptor)
         except OSError as error:
-            raise StorageError(
-                error.errno or 0, f"cannot be flushed: {os.strerror(error.errno or 0)}", self._path
-            ) from error
+            raise _named(error, "cannot be flushed", self._path) from error
         return self._at
 
     def _put(self, data: bytes | memoryview) -> None:
@@ -103,9 +112,7 @@ class Writer:
             try:
                 count = os.write(self._descriptor, left)
             except OSError as error:
-                raise StorageError(
-                    error.errno or 0, f"cannot be written: {os.strerror(error.errno or 0)}", self._path
-                ) from error
+                raise _named(error, "cannot be written", self._path) from error
             left, self._at = left[count:], self._at + count
 
 
@@ -115,6 +122,7 @@ class Reader:
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
         self._open: dict[str, int] = {}
+        self._last: tuple[tuple[str, int], torch.Tensor] | None = None  # windows that straddle pieces ask for one twice
 
     def __enter__(self) -> Reader:
         return self
@@ -143,27 +151,35 @@ class Reader:
                 yield max(low, begin), values[max(low - begin, 0) : high - begin]
 
     def piece(self, file: str, offset: int, nbytes: int, digest: str) -> torch.Tensor:
-        """Bytes of a file (1-D uint8), as they were written."""
+        """Bytes of a file (1-D uint8), as they were written; not to be changed."""
+        if self._last is not None and self._last[0] == (file, offset) and self._last[1].numel() == nbytes:
+            return self._last[1]
+        self._last = None  # before there is another one
         if file not in self._open:
             self._open[file] = self._folder.open(file)
         path = str(self._folder.path / file)
         out = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        view, done = out.numpy().data, 0
-        while done < nbytes:
-            try:
-                count = os.preadv(self._open[file], [view[done:]], offset + done)
-            except OSError as error:
-                raise StorageError(
-                    error.errno or 0, f"cannot be read: {os.strerror(error.errno or 0)}", path
-                ) from error
-            if not count:
-                raise CorruptDataError(errno.EIO, f"ends at byte {offset + done}, inside of a piece", path)
-            done += count
+        view = out.numpy().data
+        read_into(view, self._open[file], offset, path)
         if hash_of(view) != digest:
             raise CorruptDataError(
                 errno.EIO, f"the {nbytes} bytes at {offset} are not those that were written (xxh3)", path
             )
+        self._last = ((file, offset), out)
         return out
+
+
+def read_into(view: memoryview, descriptor: int, offset: int, path: str) -> None:
+    """Fill `view` with the bytes of a file from `offset` on. Raises StorageError, CorruptDataError where it ends."""
+    done = 0
+    while done < len(view):
+        try:
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+        except OSError as error:
+            raise _named(error, "cannot be read", path) from error
+        if not count:
+            raise CorruptDataError(errno.EIO, f"ends at byte {offset + done}, inside of a piece", path)
+        done += count
 
 
 def _named(error: OSError, what: str, path: str) -> StorageError:

@@ -10,19 +10,19 @@ before the end is still reported. Of several ranks the first reports for all; th
 import contextlib
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import nn
 
 import tiered
+from tiered.cli.convert import convert
 from tiered.cli.corpus import Corpus
-from tiered.cli.options import Order, parse
+from tiered.cli.options import Conversion, Order, parse
 from tiered.cli.plain import train_plain
 from tiered.cli.progress import StepDisplay
 from tiered.cli.ranks import Place
 from tiered.cli.signals import StopSignal
-from tiered.cli.summary import Summary, show, summarize, write_json
+from tiered.cli.summary import Summary, check_target, show, summarize, write_json
 from tiered.cli.train import Batches, Observer, Outcome, train_tiered
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
@@ -40,21 +40,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with StopSignal(restore=place.alone) as stop:
         try:
             prepared = _prepare(arguments, place, stop)
+            if isinstance(prepared, Conversion):
+                return convert(prepared, place, stop)
             return BAD_INPUT if prepared is None else _run(*prepared, stop)
         except KeyboardInterrupt:
             sys.stderr.write(place.complaint("stopped at once by a second SIGINT"))
             return INTERRUPTED
 
 
-def _prepare(arguments: Sequence[str] | None, place: Place, stop: StopSignal) -> tuple[Order, Batches] | None:
-    """What to train on what, or None where the input is bad and has been reported."""
+def _prepare(
+    arguments: Sequence[str] | None, place: Place, stop: StopSignal
+) -> tuple[Order, Batches] | Conversion | None:
+    """What to train on what, or what to convert; None where the input is bad and has been reported."""
     speaks = place.first
     try:
         with place.spoken():
             order = parse(arguments)
+        if isinstance(order, Conversion):
+            return order
         place.check_batch(order.recipe.batch)
         if order.json is not None and place.node == 0:
-            _check_target(order.json)
+            check_target(order.json)
         speaks = place.first_of_node
         corpus = Corpus(order.files) if order.files else Corpus.standard_library()
         corpus.require(order.recipe.context + 1)
@@ -114,19 +120,6 @@ def _report(summary: Summary, order: Order, place: Place) -> None:
         show(summary, sys.stderr if order.json == "-" else sys.stdout)
         if order.json is not None:
             write_json(summary, order.json, sys.stdout)
-
-
-def _check_target(target: str) -> None:
-    """Finds out before hours of training whether the result can be written."""
-    if target == "-":
-        return
-    path = Path(target)
-    if path.is_dir():
-        raise tiered.ConfigError(f"--json: got the folder {path}, expected a file or -")
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise tiered.ConfigError(f"--json: cannot write {path} ({error.strerror}); expected a writable path") from error
 
 
 def _fail(error: tiered.TieredError, code: int, place: Place) -> int:

@@ -1,4 +1,4 @@
-"""The command line, parsed and checked once into an `Order`; nothing after it looks at strings.
+"""The command line, parsed and checked once into an `Order` or a `Conversion`; nothing after it looks at strings.
 
 Owns the options, their help and their limits. Bad input is one line on stderr and exit code 2: an argument's name, what
 was got, what was expected. Memory sizes and tiers are checked by `tiered.Config`, which names the same words.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -70,6 +70,19 @@ class Order:
     """Where the result goes: a path, "-" for stdout, or None."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """One run of `tiered export` or `tiered import`."""
+
+    command: Literal["export", "import"]
+    source: Path
+    target: Path
+    settings: dict[str, Any]
+    """Arguments of `tiered.export_checkpoint` or `tiered.import_checkpoint`."""
+    json: str | None
+    """Where the result goes: a path, "-" for stdout, or None."""
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line."""
 
@@ -78,7 +91,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
-def parse(arguments: Sequence[str] | None) -> Order:
+def parse(arguments: Sequence[str] | None) -> Order | Conversion:
     """The order that the command line gives; exits with 0 after --help and --version and with 2 after bad input.
 
     Raises tiered.ConfigError for values that are impossible together.
@@ -98,7 +111,26 @@ def parse(arguments: Sequence[str] | None) -> Order:
     _add_recipe(train.add_argument_group("training"))
     _add_placement(train.add_argument_group("placement"))
     _add_output(train.add_argument_group("output"))
-    return _order(parser.parse_args(arguments))
+    _add_export(
+        commands.add_parser(
+            "export",
+            help="write a checkpoint in a format of others",
+            description="Write a checkpoint of tiered.save as weights of Hugging Face's layout, as torch's AdamW state "
+            "by parameter name, or as a folder of torch.distributed.checkpoint for FSDP2.",
+            allow_abbrev=False,
+        )
+    )
+    _add_import(
+        commands.add_parser(
+            "import",
+            help="make a checkpoint of what others saved",
+            description="Make a checkpoint that tiered.load takes of a safetensors file, a folder of Hugging Face's "
+            "layout, or a folder of torch.distributed.checkpoint. Nothing is unpickled.",
+            allow_abbrev=False,
+        )
+    )
+    given = parser.parse_args(arguments)
+    return _order(given) if given.command == "train" else _conversion(given)
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
@@ -172,6 +204,69 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_export(export: argparse.ArgumentParser) -> None:
+    export.add_argument("source", type=Path, metavar="CHECKPOINT", help="a folder that tiered.save or --save wrote to")
+    export.add_argument("target", type=Path, metavar="TARGET", help="where it goes: a folder; with adamw a file")
+    export.add_argument(
+        "--format",
+        choices=("huggingface", "adamw", "dcp"),
+        default="huggingface",
+        help="huggingface: weights as safetensors; adamw: the optimizer's state for torch.load; dcp: both, for "
+        "torch.distributed.checkpoint (%(default)s)",
+    )
+    export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of a safetensors file (%(default)s)")
+    _add_conversion(export)
+
+
+def _add_import(command: argparse.ArgumentParser) -> None:
+    command.add_argument("source", type=Path, metavar="SOURCE", help="a safetensors file, or a folder of either kind")
+    command.add_argument("target", type=Path, metavar="CHECKPOINT", help="the folder of the checkpoint")
+    command.add_argument(
+        "--optimizer", type=Path, metavar="FILE", help="AdamW's state by parameter name, a file of torch.save"
+    )
+    _add_conversion(command)
+
+
+def _add_conversion(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--dtype", choices=DTYPES, help="of the weights (as they are); moments are fp32")
+    command.add_argument(
+        "--name",
+        action="append",
+        type=_pair,
+        default=[],
+        metavar="OLD=NEW",
+        help="rename a tensor, or with OLD ending in a dot or empty all that begin so; repeat for several",
+    )
+    command.add_argument("--model-key", metavar="NAME", default="model", help="of dcp: the model's name (%(default)s)")
+    command.add_argument(
+        "--optimizer-key", metavar="NAME", default="optim", help="of dcp: the optimizer's name (%(default)s)"
+    )
+    command.add_argument("--weights-only", action="store_true", help="of dcp: without the optimizer's state")
+    command.add_argument("--force", action="store_true", help="replace what is there")
+    command.add_argument("--json", metavar="PATH", help="write the result there as JSON; - is stdout")
+
+
+def _conversion(given: argparse.Namespace) -> Conversion:
+    names: dict[str, str] = {}
+    for old, new in given.name:
+        if old in names:
+            raise tiered.ConfigError(f"--name: got {old!r} twice, expected it once")
+        names[old] = new
+    settings: dict[str, Any] = {
+        "dtype": DTYPES[given.dtype] if given.dtype else None,
+        "names": names,
+        "keys": (given.model_key, None if given.weights_only else given.optimizer_key),
+        "force": given.force,
+    }
+    if given.command == "export":
+        settings |= {"format": given.format, "max_shard_size": given.max_shard_size}
+    else:
+        settings["optimizer"] = given.optimizer
+    return Conversion(
+        command=given.command, source=given.source, target=given.target, settings=settings, json=given.json
+    )
+
+
 def _order(given: argparse.Namespace) -> Order:
     if given.compare_plain and given.dtype == "fp16":
         raise tiered.ConfigError("--compare-plain: got it with --dtype fp16, expected --dtype fp32 or bf16")
@@ -230,6 +325,13 @@ def _config(given: argparse.Namespace, dtype: torch.dtype) -> tiered.Config:
     if dtype != torch.float32:
         settings["precision"] = tiered.MixedPrecision(param_dtype=dtype)
     return tiered.Config(**settings)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    old, separator, new = text.partition("=")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected OLD=NEW")
+    return old, new
 
 
 def _number(kind: Callable[[str], float], holds: Callable[[float], bool], expected: str) -> Callable[[str], float]:

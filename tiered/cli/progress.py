@@ -4,11 +4,12 @@ Owns that line, always on the stream given (stderr), so that stdout holds result
 and works on differences, so a line tells of the steps since the last one.
 """
 
+import time
 from types import TracebackType
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from torch import nn
 
 import tiered
@@ -19,6 +20,35 @@ TIERS = ("device", "host", "nvme")
 
 LINES, QUIET_SECONDS = 10, 10.0
 """Where nobody watches live: about how many lines a run prints, and how long it may say nothing between steps."""
+
+
+class BytesDisplay:
+    """Shows how many bytes of all have been moved: a bar on a terminal, elsewhere a line now and then."""
+
+    def __init__(self, stream: TextIO, doing: str) -> None:
+        self._console = Console(file=stream, highlight=False, soft_wrap=True)
+        self._doing = doing
+        columns = (TextColumn(doing), BarColumn(20), DownloadColumn(binary_units=True), TransferSpeedColumn())
+        self._live = Progress(*columns, console=self._console, disable=not self._console.is_terminal, transient=True)
+        self._task = self._live.add_task(doing, total=None)
+        self._told = time.monotonic()
+
+    def __enter__(self) -> "BytesDisplay":
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Takes note of the bytes done, of `total`."""
+        if self._console.is_terminal:
+            self._live.update(self._task, completed=done, total=total)
+        elif time.monotonic() - self._told >= QUIET_SECONDS:
+            self._told = time.monotonic()
+            self._console.print(f"{self._doing} {format_size(done)} of {format_size(total)}", markup=False)
 
 
 class StepDisplay:

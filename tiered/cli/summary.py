@@ -110,6 +110,19 @@ def summarize(
     )
 
 
+def check_target(target: str) -> None:
+    """Finds out before hours of work whether a result can be written there: raises ConfigError where not."""
+    if target == "-":
+        return
+    path = Path(target)
+    if path.is_dir():
+        raise tiered.ConfigError(f"--json: got the folder {path}, expected a file or -")
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise tiered.ConfigError(f"--json: cannot write {path} ({error.strerror}); expected a writable path") from error
+
+
 def write_json(summary: Summary, target: str, stdout: TextIO) -> None:
     """Writes the summary to a path, or to `stdout` for "-". NaN and infinity, which JSON lacks, become null."""
     text = json.dumps(_jsonable(summary), indent=2, allow_nan=False) + "\n"

@@ -5,7 +5,8 @@ Owns the order of calls and when to stop. Leaves what is shown to an `Observer`,
 1. Tiered and plain differ only in the `Learner`: the same seed gives both the same weights and the same batches.
 2. A stop signal ends the loop between two backward passes, on every rank between the same two; gradients without a
    step are dropped.
-3. A checkpoint holds whole steps, and a resumed run goes on with the batch after them.
+3. A checkpoint holds whole steps, and a resumed run goes on with the batch after them. Those on the way are written
+   while training goes on; one that fails ends the run when the next is due, or at its end.
 4. However the run ends, the model is closed, which waits for what is in flight and removes the swap files.
 5. Every rank makes the same calls in the same order and sees the same losses: the means over ranks, which are those of
    the joined batches, as all shares are of one size.
@@ -133,11 +134,13 @@ class TieredLearner:
         return tiered.average(self._model, value)
 
     def save(self, steps: int, *, over: bool) -> None:
-        """Writes a checkpoint where it is time for one."""
+        """Writes a checkpoint where it is time for one, in the background unless it is the last."""
         saving = self._saving
         due = saving is not None and (over or (saving.every is not None and steps % saving.every == 0))
         if saving is not None and due and steps > self._saved:
-            tiered.save(self._model, self._optimizer, saving.folder, extra={"steps": steps}, keep=saving.keep)
+            extra = {"steps": steps}
+            beside = not over  # more steps follow, which it need not hold up
+            tiered.save(self._model, self._optimizer, saving.folder, extra, keep=saving.keep, background=beside)
             self._saved = steps
 
     def resume(self) -> int:

@@ -5,6 +5,7 @@
     transfer    what its reads and writes return: tickets
     drive       one drive's file: descriptors, direct I/O, which byte ranges are free
     directory   who owns a swap directory, and what a dead owner left behind
+    resources   what a space holds of the system, and how it is given back
     patience    what is done about a drive that is late, and what is said of one that fails
     engine      the interface of an I/O engine, the native one, and the choice between the two
     portable    the same interface on aiofiles, where the extension is missing

@@ -1,10 +1,12 @@
 """One swap directory per run and rank: who owns it, and what a dead owner left behind.
 
-`claim(path, rank)` makes `<path>/tiered-<run id>-r<rank>/` and keeps it until `release()`:
+`claim(path, rank)` makes `<path>/tiered-<id>-r<rank>/` and keeps it until `release()`; `adopt` takes over one that a
+dead owner left with something to go on from, and `leave` leaves one so:
 
     <path>                      the user's; must exist, be writable and be no link
     `-- tiered-<id>-r<rank>/    ours, 0700
         |-- lock                0600, flock held while we live; names pid, process start, host and boot
+        |-- kept                0600, there once it has something that a later run may go on from
         `-- ...                 0600, made by `create`, gone after `release`
 
 Invariants:
@@ -14,8 +16,9 @@ Invariants:
    boot, no such process, or a process that started at another time. Whatever is unclear is left alone.
 4. Claiming and reclaiming happen under a lock on `path` itself. So a directory without a complete lock file, seen
    under that lock, belongs to a claim that died half-way. Where `path` cannot be locked nothing is reclaimed.
-5. The lock file goes last, so a removal that was interrupted can be completed by the next claim.
-6. A forked child releases nothing: the directory is its parent's.
+5. What has `kept` is removed by its owner only, or by who adopts it; a claim says once where it is.
+6. The lock file goes last, so a removal that was interrupted can be completed by the next claim.
+7. A forked child releases nothing: the directory is its parent's.
 
 Leaves to drive.py what the files contain. Linux only: identity comes from /proc.
 """
@@ -33,14 +36,19 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tiered.errors import SwapDirectoryError, SwapFullError, TieredError
 
 _LOGGER = logging.getLogger("tiered")
 _NAME = re.compile(r"tiered-[0-9a-f]{16}-r[0-9]+")
-_LOCK = "lock"
+_LOCK, _KEPT = "lock", "kept"
+_IDENTITY_BYTES = 512  # of a lock file, always: one write replaces all of it
+_ENDED: dict[str, str | int] = {
+    "pid": 0,
+    "started": "ended",
+}  # of an owner that has left its directory: dead, whatever else runs
 _PATH_LOCK_SECONDS = 30.0
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -77,18 +85,44 @@ class ClaimedDirectory:
         """Opens a file made by `create` once more, with `flags` added; raises OSError as the system says it."""
         return os.open(name, _FILE | flags, dir_fd=self._fd)
 
+    @property
+    def name(self) -> str:
+        """Of the directory, without its path."""
+        return os.path.basename(self.path)
+
+    def keep(self) -> None:
+        """From now on it has something that a later run may go on from. Raises OSError."""
+        os.close(os.open(_KEPT, _FILE | os.O_CREAT, 0o600, dir_fd=self._fd))
+        os.fsync(self._fd)
+        os.fsync(self._parent_fd)
+
+    def unkeep(self) -> None:
+        """It has nothing of that kind any more. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(_KEPT, dir_fd=self._fd)
+            os.fsync(self._fd)
+
     def release(self) -> None:
         """Removes the directory with all its files and gives up the lock. Idempotent; raises nothing.
 
         In a forked child only the descriptors are closed.
         """
-        if self._released:
-            return
-        self._released = True
-        if os.getpid() == self._owner:
-            _remove(self._parent_fd, os.path.basename(self.path), self._fd)
-        for descriptor in (self._fd, self._lock_fd, self._parent_fd):
-            os.close(descriptor)
+        if not self._released and os.getpid() == self._owner:
+            _remove(self._parent_fd, self.name, self._fd)
+        self._close()
+
+    def leave(self) -> None:
+        """Gives up the lock, and leaves the directory to who adopts it. Idempotent; raises nothing."""
+        if not self._released and os.getpid() == self._owner:
+            with contextlib.suppress(OSError):  # then the owner is dead once this process is
+                _write_identity(self._lock_fd, {**_own_identity(), **_ENDED})
+        self._close()
+
+    def _close(self) -> None:
+        if not self._released:
+            self._released = True
+            for descriptor in (self._fd, self._lock_fd, self._parent_fd):
+                os.close(descriptor)
 
 
 def check(path: str | os.PathLike[str]) -> None:
@@ -114,6 +148,32 @@ def claim(path: str | os.PathLike[str], rank: int = 0) -> ClaimedDirectory:
         if isinstance(error, OSError) and not isinstance(error, TieredError):
             raise _refusal(absolute, "a directory for this run cannot be made in it", error) from error
         raise
+
+
+def adopt(
+    path: str | os.PathLike[str], rank: int, wanted: Callable[[ClaimedDirectory], bool]
+) -> ClaimedDirectory | None:
+    """Takes over the directory under `path`, of the same rank, that a dead owner left with something to go on from and
+    that `wanted` takes; the newest of several, None where there is none. Raises as `claim`."""
+    absolute = os.path.abspath(os.fspath(path))
+    parent_fd = _open_parent(absolute)
+    try:
+        with _path_lock(parent_fd, absolute) as locked:
+            for name in _left(parent_fd, rank) if locked else ():
+                claimed = _take_over(os.path.join(absolute, name), parent_fd, name)
+                if claimed is None:
+                    continue
+                try:
+                    if wanted(claimed):
+                        _reclaim(parent_fd, absolute)
+                        return claimed
+                except BaseException:
+                    claimed.leave()
+                    raise
+                claimed.leave()
+    finally:
+        os.close(parent_fd)
+    return None
 
 
 # --- claiming -------------------------------------------------------------------------------------------------------
@@ -191,7 +251,7 @@ def _make(parent_fd: int, parent: str, name: str) -> ClaimedDirectory:
         os.fchmod(lock_fd, 0o600)
         with contextlib.suppress(OSError):  # no flock here: then nobody reclaims here either (invariant 4)
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(lock_fd, json.dumps(_own_identity()).encode())
+        _write_identity(lock_fd, _own_identity())
     except OSError:
         if directory_fd >= 0:
             _remove(parent_fd, name, directory_fd)
@@ -226,11 +286,57 @@ def _reclaim(parent_fd: int, parent: str) -> None:
         except OSError:
             continue  # a link, no directory, another user's, or just removed
         try:
-            if os.fstat(descriptor).st_uid == os.geteuid() and _is_dead(descriptor):
-                _remove(parent_fd, name, descriptor)
-                _LOGGER.info("removed the swap directory of a dead run: %s", os.path.join(parent, name))
+            if not _ours(descriptor) or not _is_dead(descriptor):
+                continue
+            if _KEPT in os.listdir(descriptor):
+                _LOGGER.warning(
+                    "%s is the swap directory of a run that ended before its time, and keeps its last step: a run of "
+                    "the same model and settings goes on from it by tiered.resume(); remove it if it is not wanted",
+                    os.path.join(parent, name),
+                )
+                continue
+            _remove(parent_fd, name, descriptor)
+            _LOGGER.info("removed the swap directory of a dead run: %s", os.path.join(parent, name))
         finally:
             os.close(descriptor)
+
+
+def _ours(descriptor: int) -> bool:
+    """The directory is this user's, and nobody else may write to it."""
+    status = os.fstat(descriptor)
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _left(parent_fd: int, rank: int) -> list[str]:
+    """Directories of `rank` with something to go on from, the newest first."""
+    found: list[tuple[float, str]] = []
+    for name in os.listdir(parent_fd):
+        if _NAME.fullmatch(name) and name.endswith(f"-r{rank}"):
+            with contextlib.suppress(OSError):
+                kept = os.stat(f"{name}/{_KEPT}", dir_fd=parent_fd, follow_symlinks=False)
+                found.append((kept.st_mtime, name))
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def _take_over(path: str, parent_fd: int, name: str) -> ClaimedDirectory | None:
+    """The directory as this process's own; None where it is not ours, or its owner is not provably dead."""
+    descriptors: list[int] = []
+    try:
+        descriptors.append(os.open(name, _DIRECTORY, dir_fd=parent_fd))
+        if _ours(descriptors[0]) and _is_dead(descriptors[0]):
+            descriptors.append(os.open(_LOCK, _FILE, dir_fd=descriptors[0]))
+            fcntl.flock(descriptors[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _write_identity(descriptors[1], _own_identity())
+            descriptors.append(os.dup(parent_fd))
+            directory_fd, lock_fd, parent = descriptors
+            descriptors = []
+            return ClaimedDirectory(path, parent, directory_fd, lock_fd)
+    except OSError:
+        return None
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    return None
 
 
 def _is_dead(directory_fd: int) -> bool:
@@ -277,6 +383,10 @@ def _remove(parent_fd: int, name: str, directory_fd: int) -> None:
 
 
 # --- identity -------------------------------------------------------------------------------------------------------
+
+
+def _write_identity(lock_fd: int, identity: dict[str, str | int]) -> None:
+    os.pwrite(lock_fd, json.dumps(identity).encode().ljust(_IDENTITY_BYTES), 0)
 
 
 def _own_identity() -> dict[str, str | int]:

@@ -17,8 +17,9 @@ import errno
 import logging
 import mmap
 import os
+import stat
 
-from tiered.errors import StorageError, SwapFullError
+from tiered.errors import CorruptDataError, StorageError, SwapDirectoryError, SwapFullError
 from tiered.io.directory import ClaimedDirectory
 
 BLOCK = 4096  # bytes; the granularity of direct I/O, for memory, offsets and lengths alike
@@ -38,15 +39,20 @@ class Drive:
         buffered_fd, direct_fd: open for reading and writing; direct_fd is -1 where direct I/O does not work.
     """
 
-    def __init__(self, directory: ClaimedDirectory, *, direct: bool = True) -> None:
-        """Makes the file; `direct=False` leaves direct I/O alone, for an engine that cannot use it."""
+    def __init__(self, directory: ClaimedDirectory, *, direct: bool = True, existing: bool = False) -> None:
+        """Makes the file, or opens the `existing` one, all of it free; `direct=False` leaves direct I/O alone, for an
+        engine that cannot use it. Raises OSError where there is no such file."""
         self.path = os.path.join(directory.path, _FILE_NAME)
         self._directory = directory
         self.nbytes = 0
         self.taken_bytes = 0
         self._free: list[tuple[int, int]] = []  # (start, stop) by start
-        self.buffered_fd = directory.create(_FILE_NAME)
+        self._existing = existing
+        self.buffered_fd = directory.reopen(_FILE_NAME) if existing else directory.create(_FILE_NAME)
         self.direct_fd = -1
+        if existing:
+            self.nbytes = _plain_size(self.buffered_fd, self.path) // BLOCK * BLOCK
+            self._free = [(0, self.nbytes)] if self.nbytes else []
         if not direct:
             return
         try:
@@ -83,6 +89,32 @@ class Drive:
             start = self._extend(nbytes)
         self.taken_bytes += nbytes
         return start
+
+    def room(self) -> int:
+        """Bytes that can still be taken, as far as the drive says."""
+        return self._free_bytes() + sum(stop - start for start, stop in self._free)
+
+    def reserve(self, start: int, nbytes: int) -> None:
+        """Takes the very range that an existing file has something in. Raises CorruptDataError where it is not free."""
+        index = bisect.bisect_right(self._free, (start, self.nbytes)) - 1
+        if start % BLOCK or index < 0 or start + nbytes > self._free[index][1]:
+            raise CorruptDataError(
+                errno.EIO, f"bytes {start} to {start + nbytes} are not there, or are named twice", self.path
+            )
+        low, high = self._free.pop(index)
+        rest = [(low, start), (start + nbytes, high)]
+        self._free[index:index] = [(first, last) for first, last in rest if first < last]
+        self.taken_bytes += nbytes
+
+    def sync(self) -> None:
+        """What has been written is on the drive, whatever its cache and the system's have done. Raises StorageError."""
+        try:
+            os.fdatasync(self.buffered_fd)
+        except OSError as error:
+            reason = os.strerror(error.errno or 0)
+            raise StorageError(
+                error.errno or 0, f"the drive did not take what was written: {reason}", self.path
+            ) from error
 
     def give_back(self, start: int, nbytes: int) -> None:
         """Makes a range from `take` free again and joins it with free neighbours."""
@@ -160,9 +192,15 @@ class Drive:
             return -1
         with mmap.mmap(-1, BLOCK) as block:  # anonymous pages are aligned to BLOCK
             try:
+                if self._existing:  # nothing of it is written here
+                    os.preadv(descriptor, [block], 0)
+                    return descriptor
                 works = os.pwrite(descriptor, block, 0) == BLOCK and os.preadv(descriptor, [block], 0) == BLOCK
             except OSError as error:
                 works = False
+                if self._existing:
+                    os.close(descriptor)
+                    return -1
                 if error.errno == errno.ENOSPC:
                     os.close(descriptor)
                     raise SwapFullError(errno.ENOSPC, "the drive is full; give another directory", self.path) from error
@@ -171,6 +209,15 @@ class Drive:
             return descriptor
         os.close(descriptor)
         return -1
+
+
+def _plain_size(descriptor: int, path: str) -> int:
+    """Bytes of a file of one name that is this user's. Raises SwapDirectoryError for any other."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_uid != os.geteuid():
+        os.close(descriptor)
+        raise SwapDirectoryError(errno.EPERM, "it is no plain file of this user with one name, so it is not used", path)
+    return status.st_size
 
 
 def _preallocate(descriptor: int, start: int, nbytes: int) -> None:

@@ -7,13 +7,22 @@ An extent is a run of bytes cut into pieces of `piece_bytes` (the last may be sh
     drive 0  0 2 4 6                   one contiguous range each
     drive 1  1 3 5
 
-Invariant: the arithmetic of placement is in Stripes alone; ranges on a drive are whole blocks.
+An extent with two slots has room for each piece twice. A write goes to the slot that the last commit does not name, so
+that what was committed stays as it is until the next commit:
+
+    committed      A0 A1 A2      write of piece 1: B1       read: A0 B1 A2       commit: the next write of 1 goes to A1
+
+Invariants: 1. The arithmetic of placement is in Stripes alone; ranges on a drive are whole blocks. 2. A piece of a slot
+that a commit names is not written.
 Leaves to drive.py which range a drive gives, and to swapfile.py every change of an extent's state.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from tiered.io.drive import BLOCK
 from tiered.io.engine import PieceState, Records, Submission
@@ -53,14 +62,16 @@ class Stripes:
 class Extent:
     """Space for `nbytes` bytes in a swap space; made by `allocate`, and of no use after `free`.
 
-    `records` has one (checksum, state) a piece, kept up to date by the engines.
+    `records` has one (checksum, state) for each piece in each slot, kept up to date by the engines.
     """
 
     nbytes: int
     label: str  # for messages
     stripes: Stripes
-    starts: tuple[int, ...]  # of its range on each drive
-    records: Records  # (pieces,)
+    starts: tuple[tuple[int, ...], ...]  # of its range on each drive, for each slot
+    records: Records  # (pieces * slots,): piece by piece
+    slots: npt.NDArray[np.uint8]  # (pieces,): where the contents of each piece are
+    committed: npt.NDArray[np.uint8] | None = None  # likewise, at the last commit; None: there was none
     in_flight: list[Submission] = field(default_factory=list)
 
     @property
@@ -71,4 +82,19 @@ class Extent:
     @property
     def blank(self) -> bool:
         """True while nothing was ever written to it."""
-        return bool((self.records["state"] == PieceState.BLANK).all())
+        return bool((self.contents["state"] == PieceState.BLANK).all())
+
+    @property
+    def contents(self) -> Records:
+        """A copy of the record of each piece where its contents are: (pieces,)."""
+        found: Records = self.records[self.record(np.arange(self.pieces))]
+        return found
+
+    def record(self, pieces: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where in `records` the contents of `pieces` have theirs."""
+        return pieces * len(self.starts) + self.slots[pieces]
+
+    def turn(self, pieces: range) -> None:
+        """`pieces` are to be written: not over what was committed."""
+        if self.committed is not None:
+            self.slots[pieces.start : pieces.stop] = 1 - self.committed[pieces.start : pieces.stop]

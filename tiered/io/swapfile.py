@@ -7,11 +7,13 @@ Invariants:
 3. A piece being written takes no second transfer: that raises UsageError. Reads may overlap each other. Whoever writes
    a piece that is still being read has not waited, and the read may fail as corrupt.
 4. Space is preallocated by `allocate` and reused after `free`; an allocation that fails keeps nothing.
-5. `close()` waits for I/O, then removes every file and directory this space made, also after failures. It runs by
-   itself when the space is collected or the interpreter ends; in a forked child it does nothing. What a drive that
-   does not answer still holds is left, by name: its threads, descriptors and directory.
-6. No wait is for ever: a transfer a drive does not finish within the limit is tried again if it is a read, and ends as
-   a StorageError within twice the limit (patience.py).
+5. Bytes of the last commit are not overwritten before the next one, and are there after the process has died.
+6. `close()` waits for I/O, then removes every file and directory this space made, also after failures. It runs by
+   itself when the space is collected or the interpreter ends; in a forked child it does nothing. What is committed
+   stays on the drives where the program ends by an error, or `leave` says so. What a drive that does not answer still
+   holds is left, by name: its threads, descriptors and directory.
+7. No transfer takes for ever: one that a drive does not finish within the limit is tried again if it is a read, and
+   ends as a StorageError within twice the limit (patience.py).
 
 Thread-safe. Leaves to the caller: keeping memory alive until a ticket is done, and what the bytes mean.
 """
@@ -19,7 +21,7 @@ Thread-safe. Leaves to the caller: keeping memory alive until a ticket is done, 
 from __future__ import annotations
 
 import contextlib
-import errno
+import dataclasses
 import logging
 import os
 import threading
@@ -29,12 +31,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tiered.errors import ConfigError, StorageError, TieredError, UsageError
-from tiered.io.directory import ClaimedDirectory, check, claim
-from tiered.io.drive import BLOCK, Drive
-from tiered.io.engine import RECORD, Engine, Mode, Piece, PieceState, chosen_mode, open_engine, usable
+from tiered.errors import ConfigError, UsageError
+from tiered.io.commit import Identity
+from tiered.io.directory import check
+from tiered.io.drive import BLOCK
+from tiered.io.engine import RECORD, Mode, Piece, PieceState, chosen_mode, usable
 from tiered.io.extent import Extent, Stripes
-from tiered.io.patience import Patience
+from tiered.io.generations import Durability, Generations
+from tiered.io.resources import Resources
 from tiered.io.transfer import Ticket, Transfer, TransferPart
 
 __all__ = ["DriveStats", "Extent", "SwapSpace", "SwapStats", "Ticket"]
@@ -67,68 +71,6 @@ class SwapStats:
     drives: tuple[DriveStats, ...]
 
 
-class _Resources:
-    """What a swap space holds of the system, apart from the space, so that it can be released after it is collected."""
-
-    def __init__(self, timeout_s: float | None) -> None:
-        self.patience = Patience(timeout_s)
-        self.claims: list[ClaimedDirectory] = []
-        self.drives: list[Drive] = []
-        self.engines: list[Engine] = []
-
-    def open(self, path: str | os.PathLike[str], rank: int, threads: int, piece_bytes: int) -> None:
-        """Claims a directory and opens a drive and an engine in it."""
-        self.claims.append(claim(path, rank))
-        try:
-            self.drives.append(Drive(self.claims[-1], direct=chosen_mode() == "native"))
-            in_place = self.patience.limit_s is None
-            engine = open_engine(self.drives[-1], threads=threads, piece_bytes=piece_bytes, in_place=in_place)
-            self.engines.append(engine)
-            self.patience.watch(engine, self.drives[-1].path)
-        except TieredError:
-            raise
-        except (OSError, RuntimeError) as error:
-            number = getattr(error, "errno", None) or errno.EAGAIN
-            what = f"{threads} I/O threads with their files cannot be had: {error}; give fewer, or raise the limits"
-            raise StorageError(number, what, self.claims[-1].path) from error
-
-    def in_callback(self) -> bool:
-        """Whether the caller is a completion callback, or the thread that watches."""
-        return self.patience.is_current() or any(engine.in_callback() for engine in self.engines)
-
-    def release(self) -> None:
-        """Waits for I/O, closes the files, removes the directories; each step also when another one failed."""
-        with contextlib.ExitStack() as stack:  # the last that is pushed comes first
-            answering = [contextlib.ExitStack() for _ in self.claims]
-            for each, claimed in zip(answering, self.claims, strict=True):
-                stack.callback(each.close)
-                each.callback(claimed.release)
-            for each, drive in zip(answering, self.drives, strict=False):
-                each.callback(drive.close)
-            stack.callback(self.patience.stop)
-            for each, drive, engine in zip(answering, self.drives, self.engines, strict=False):
-                stack.callback(_end, engine, drive, each)
-
-    def release_collected(self) -> None:
-        """`release` for a space nobody closed, which the last callback of a ticket may have held."""
-        if self.in_callback():
-            threading.Thread(target=self.release, name="tiered-io-release").start()
-        else:
-            self.release()
-
-
-def _end(engine: Engine, drive: Drive, held: contextlib.ExitStack) -> None:
-    """Closes an engine; what its drive holds of the system is not given back where calls on it are still out."""
-    if behind := engine.close():
-        held.pop_all()  # closing or removing a file there could wait for ever, and a late call may use the descriptor
-        _LOGGER.warning(
-            "%s: %d transfers have not come back from the drive; their threads and descriptors are left to the system, "
-            "and the directory to the next run there, which removes it",
-            drive.path,
-            behind,
-        )
-
-
 class SwapSpace:
     """Extents in a swap file on each of `directories`, for one rank of one run.
 
@@ -138,6 +80,7 @@ class SwapSpace:
         threads: I/O threads for each drive, and so the pieces in flight on it.
         piece_bytes: what is moved and checked at once; a positive multiple of 4096.
         timeout_s: how long a drive may take over a piece before it is late; None: for ever.
+        identity: whose generations are committed; None: nothing is. durability: see `generations`.
 
     Raises ConfigError for impossible sizes, SwapDirectoryError naming the directory, SwapFullError where a drive is
     full, StorageError where the system gives no threads or descriptors. Nothing is left behind after an error.
@@ -151,6 +94,8 @@ class SwapSpace:
         threads: int = 8,
         piece_bytes: int = 1 << 20,
         timeout_s: float | None = 30.0,
+        identity: Identity | None = None,
+        durability: Durability = "process",
     ) -> None:
         _check_settings(directories, rank, threads, piece_bytes)
         if timeout_s is not None and not 0 < timeout_s < float("inf"):
@@ -159,14 +104,21 @@ class SwapSpace:
             check(path)
         self._piece_bytes = piece_bytes
         self._lock = threading.Lock()  # guards the drives' ranges, the extents' records of what is in flight, and:
-        self._live: set[Extent] = set()
+        self._live: dict[Extent, bool] = {}  # whether it is part of what is committed
         self._closed = False
         self._closing = threading.Lock()  # held while releasing, so that every close() returns to a closed space
         self._owner = os.getpid()
-        self._resources = _Resources(timeout_s)
+        if identity is not None:  # what another engine has written, or cut otherwise, could not be checked
+            layout = f"{identity.layout} {chosen_mode()} {piece_bytes}"
+            identity = dataclasses.replace(identity, layout=layout)
+        self.generations = None if identity is None else Generations(identity, durability)
+        self._resources = Resources(self.generations, timeout_s)
         try:
-            for path in directories:
-                self._resources.open(path, rank, threads, piece_bytes)
+            self._resources.claim(directories, rank)
+            for claimed in self._resources.claims:
+                self._resources.open(claimed, threads, piece_bytes)
+            if self.generations is not None:
+                self.generations.attach(self._resources.drives)
             self._resources.patience.start()
         except BaseException:
             self._resources.release()
@@ -191,8 +143,9 @@ class SwapSpace:
 
     # --- space --------------------------------------------------------------------------------------------------------
 
-    def allocate(self, nbytes: int, label: str) -> Extent:
-        """Preallocates space for `nbytes` >= 0 bytes; `label` names it in messages.
+    def allocate(self, nbytes: int, label: str, *, kept: bool = False) -> Extent:
+        """Preallocates space for `nbytes` >= 0 bytes; `label` names it in messages. `kept`: it is part of what is
+        committed, and has space for that twice; its label is its name there.
 
         Raises SwapFullError with the file, the bytes needed and the bytes free; then nothing was kept.
         """
@@ -203,19 +156,28 @@ class SwapSpace:
         with self._lock:
             usable(self._owner, self._closed)
             first = min(range(len(drives)), key=lambda index: drives[index].taken_bytes)
-            stripes = Stripes(nbytes, self._piece_bytes, len(drives), first)
-            with contextlib.ExitStack() as undo:
-                starts = []
-                for index, drive in enumerate(drives):
-                    span = stripes.span(index)
-                    starts.append(drive.take(span) if span else 0)
-                    if span:
-                        undo.callback(drive.undo_take, starts[-1], span)
-                records = np.zeros(stripes.pieces, dtype=RECORD)  # all BLANK
-                undo.pop_all()
-            extent = Extent(nbytes, label, stripes, tuple(starts), records)
-            self._live.add(extent)
+            kept = kept and self.generations is not None
+            extent = self.generations.bind(label, nbytes, self._piece_bytes) if kept and self.generations else None
+            if extent is None:
+                stripes = Stripes(nbytes, self._piece_bytes, len(drives), first)
+                slots = 2 if kept else 1
+                with contextlib.ExitStack() as undo:
+                    starts = tuple(self._take(stripes, undo) for _ in range(slots))
+                    records = np.zeros(stripes.pieces * slots, dtype=RECORD)  # all BLANK
+                    undo.pop_all()
+                extent = Extent(nbytes, label, stripes, starts, records, np.zeros(stripes.pieces, np.uint8))
+            self._live[extent] = kept
         return extent
+
+    def _take(self, stripes: Stripes, undo: contextlib.ExitStack) -> tuple[int, ...]:
+        """A range on each drive for one slot."""
+        starts = []
+        for index, drive in enumerate(self._resources.drives):
+            span = stripes.span(index)
+            starts.append(drive.take(span) if span else 0)
+            if span:
+                undo.callback(drive.undo_take, starts[-1], span)
+        return tuple(starts)
 
     def free(self, extent: Extent) -> None:
         """Gives the extent's space to later allocations, after waiting for its transfers. Idempotent."""
@@ -223,17 +185,17 @@ class SwapSpace:
         with self._lock:
             if extent not in self._live:
                 return
-            self._live.remove(extent)  # no new transfers from here on
+            del self._live[extent]  # no new transfers from here on
             in_flight = extent.in_flight
         for submission in in_flight:
             submission.wait()
         with self._lock:
-            if self._closed:
+            if self._closed or extent.committed is not None:  # what is committed keeps its space to the end
                 return
-            for index, drive in enumerate(self._resources.drives):
-                span = extent.stripes.span(index)
-                if span:
-                    drive.give_back(extent.starts[index], span)
+            for starts in extent.starts:
+                for index, drive in enumerate(self._resources.drives):
+                    if span := extent.stripes.span(index):
+                        drive.give_back(starts[index], span)
 
     # --- transfers ----------------------------------------------------------------------------------------------------
 
@@ -254,18 +216,22 @@ class SwapSpace:
 
     def _transfer(self, write: bool, extent: Extent, address: int, nbytes: int, offset: int) -> Ticket:
         pieces = self._piece_range(extent, nbytes, offset)
-        by_drive = self._by_drive(extent, address - offset, pieces)
-        states = extent.records["state"][pieces.start : pieces.stop]
         usable(self._owner, closed=False)
         with self._lock:
             usable(self._owner, self._closed)
             if extent not in self._live:
                 raise UsageError(f"{extent.label} was freed, or belongs to another swap space; allocate it here first")
-            if (states == PieceState.WRITING).any():
+            at = extent.record(np.arange(pieces.start, pieces.stop))
+            if (extent.records["state"][at] == PieceState.WRITING).any():
                 raise UsageError(f"{extent.label} is being written there; wait for that ticket first")
             extent.in_flight = [submission for submission in extent.in_flight if not submission.done()]
             if write:
-                states[:] = PieceState.WRITING
+                extent.turn(pieces)
+                at = extent.record(np.arange(pieces.start, pieces.stop))
+                if self.generations is not None:
+                    self.generations.written(bool((extent.records["state"][at] == PieceState.BLANK).any()))
+                extent.records["state"][at] = PieceState.WRITING
+            by_drive = self._by_drive(extent, address - offset, pieces)
             parts = []
             for index, drive_pieces in by_drive.items():
                 submission = self._resources.engines[index].submit(write, drive_pieces, extent.records)
@@ -291,9 +257,42 @@ class SwapSpace:
         for index in pieces:
             drive, offset = extent.stripes.place(index)
             address = base + index * self._piece_bytes
-            piece = Piece(address, extent.starts[drive] + offset, extent.stripes.size(index), index)
+            slot = int(extent.slots[index])
+            record = index * len(extent.starts) + slot
+            piece = Piece(address, extent.starts[slot][drive] + offset, extent.stripes.size(index), record)
             by_drive.setdefault(drive, []).append(piece)
         return by_drive
+
+    # --- generations -----------------------------------------------------------------------------------------------
+
+    def commit(self, payload: bytes) -> None:
+        """Make what all extents that are `kept` hold now, and `payload`, the generation that survives the process.
+
+        Nothing may be on its way to them. Raises StorageError; then the commit before is the last one still.
+        """
+        with self._lock:
+            usable(self._owner, self._closed)
+            self._committing().commit([extent for extent, kept in self._live.items() if kept], payload)
+
+    def revert(self) -> None:
+        """Bring back the last commit, or what of a dead run is protected: all that was written since is gone."""
+        with self._lock:
+            usable(self._owner, self._closed)
+            self._committing().revert([extent for extent, kept in self._live.items() if kept])
+
+    def leave(self) -> None:
+        """`close` leaves what is committed on the drives, for a later run to go on from."""
+        self._resources.leaves = True
+
+    def free_bytes(self) -> int:
+        """Bytes that can still be allocated, evenly over the drives."""
+        with self._lock:
+            return min(drive.room() for drive in self._resources.drives) * len(self._resources.drives)
+
+    def _committing(self) -> Generations:
+        if self.generations is None:
+            raise UsageError("this swap space commits nothing: it was opened without an identity")
+        return self.generations
 
     # --- the whole ----------------------------------------------------------------------------------------------------
 

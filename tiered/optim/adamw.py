@@ -34,6 +34,7 @@ from tiered.device.interrupt import uninterrupted
 from tiered.errors import ConfigError, UsageError
 from tiered.optim import hyperparameters, pipeline, resident, update
 from tiered.optim.crossing import Crossing
+from tiered.optim.generation import Progress, payload
 from tiered.optim.outcome import Outcome
 from tiered.optim.plan import StepPlan, plan_step, within
 from tiered.optim.scaler import LossScaler
@@ -75,6 +76,7 @@ class AdamW(torch.optim.Optimizer):
         if max_grad_norm is not None and not (max_grad_norm > 0 and math.isfinite(max_grad_norm)):
             raise ConfigError(f"max_grad_norm={max_grad_norm!r}: use a positive number, or None for no clipping")
         self.max_grad_norm = max_grad_norm
+        self._calls = 0
         self._grad_norm = 0.0
         self._skipped_steps = 0
         self._model: ShardedModel | None = None
@@ -135,6 +137,7 @@ class AdamW(torch.optim.Optimizer):
         model = self._open_model("step()")
         self._settle()
         model.begin_step()
+        self._calls += 1
         scale = self._scaler.scale if self._scaler is not None else 1.0
         having = [h for h in self._homes.values() if h.grads.present[h.position]]
         there = [h for h in having if h.group.resident]
@@ -144,6 +147,7 @@ class AdamW(torch.optim.Optimizer):
         norm = self._norm(having, there) / scale  # from here on, with several ranks, this one's shards are its own
         with model.stepping():
             self._step_here(norm, there, scale)
+            self.keep()
         return loss
 
     def _step_here(self, norm: float, there: Sequence[ParamHome], scale: float) -> None:
@@ -204,6 +208,20 @@ class AdamW(torch.optim.Optimizer):
         self._settle()
         return max(self._steps.values(), default=0)
 
+    @property
+    def calls(self) -> int:
+        """Calls of `step` so far, of the run that was gone on from too; those that were skipped count."""
+        return self._calls
+
+    def keep(self) -> None:
+        """Make what there is now the generation that a killed run is gone on from, where all states are on drives.
+        Raises StorageError, and then the generation before is that still."""
+        if self.model.ephemeral is None:
+            groups, scaler = self.progress()
+            updates = {home.name: count for key, home in self._homes.items() if (count := self._steps.get(key, 0))}
+            progress = Progress(self._calls, self._skipped_steps, updates, groups, scaler, self.model.optimizers)
+            self.model.runtime.store.commit(payload(self.model.module, progress))
+
     def updates_of(self, home: ParamHome) -> int:
         """Updates taken of one parameter; 0 too where it is not this optimizer's."""
         self._settle()
@@ -223,9 +241,13 @@ class AdamW(torch.optim.Optimizer):
         updates: Mapping[int, int],
         groups: Sequence[Mapping[str, Any]] | None,
         scaler: Mapping[str, Any] | None,
+        calls: tuple[int, int] | None = None,
     ) -> None:
-        """Go on from `updates` (by id of the parameter; the moments are in place), and from `progress` where given."""
+        """Go on from `updates` (by id of the parameter; the moments are in place), from `progress` where given, and
+        from so many `calls` of `step`, beside them those that were skipped."""
         self._settle()
+        if calls is not None:
+            self._calls, self._skipped_steps = calls
         self._steps = {key: count for key, count in updates.items() if key in self._homes and count}
         for mine, given in zip(self.param_groups, groups or (), strict=False):
             mine.update(hyperparameters.like(mine, given))

@@ -53,6 +53,11 @@ class BlockKey:
     def __str__(self) -> str:
         return f"{self.kind} of group {self.group}"
 
+    @property
+    def lasts(self) -> bool:
+        """What it names is of every step, and not of one that is not over."""
+        return self.kind != "grad"
+
 
 class Block:
     """One block's record; the store is the only one to change it."""
@@ -82,6 +87,24 @@ class Block:
         if (self._state, state) not in _LEGAL:
             raise RuntimeError(f"{self.key}: illegal change of state {self._state.name} -> {state.name}")
         self._state = state
+
+    @property
+    def place(self) -> Extent:
+        """Its extent. Raises RuntimeError where it has none."""
+        if self.extent is None:
+            raise RuntimeError(f"{self.key} lives on the {self.home.value}: it has no extent on a drive")
+        return self.extent
+
+    @property
+    def lasts(self) -> bool:
+        """It is part of what is committed."""
+        return self.home is Tier.NVME and self.key.lasts
+
+    @property
+    def evictable(self) -> bool:
+        """It is in memory, and may go back to its drive."""
+        there = self.home is Tier.NVME and self._state is not BlockState.FAILED and self.memory is not None
+        return there and not self.pins and not (self.memory is not None and self.memory.exported())
 
     def check(self) -> None:
         """Raise the first cause if the block has failed."""

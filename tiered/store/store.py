@@ -5,7 +5,10 @@
     read / write         a byte range between a block and the caller's own memory, asynchronously; piece-aligned
     load / patch         any byte range from or to a tensor, at once
     staging / unstage    host memory for bytes on their way, charged like everything else; `retire` when a copy is over
+    flush                the drive that is a block's home gets what it lacks
     discard              the contents are no longer wanted: no byte of them is moved again
+    commit / revert      what blocks on drives hold, gradients aside, becomes the generation that survives the process;
+                         the last such generation is what they hold again
 
 A block whose home is a device's own memory is lent that memory: of all these, `load` and `patch` work on it.
 
@@ -16,6 +19,7 @@ Invariants:
 4. After `close` every page, thread, descriptor and swap file is back.
 5. A verb that changes a block's memory waits first for the copies that still read it.
 Not thread-safe: one thread (the one inside forward, backward or step) calls at a time.
+`store.snapshot` reads beside it, and `before_change` is called before any block but of gradients is changed.
 """
 
 from __future__ import annotations
@@ -34,15 +38,15 @@ from tiered.device.interrupt import uninterrupted
 from tiered.device.memory import Memory, page_ceil
 from tiered.device.ticket import Event, Finished, Ticket, settled
 from tiered.errors import UsageError
-from tiered.io.swapfile import Extent, SwapSpace
+from tiered.io.generations import Generations
+from tiered.io.swapfile import SwapSpace
 from tiered.stats import Meter
 from tiered.store.arena import Arena
 from tiered.store.block import Block, BlockKey, BlockState
 from tiered.store.policy import Candidate, victims
 from tiered.store.tier import Budget, Tier
 from tiered.store.watched import Watched
-
-WINDOW_BYTES = 4 << 20  # of `load` and `patch`: a multiple of every drive's piece
+from tiered.store.window import WINDOW_BYTES, windows
 
 
 class TieredStore:
@@ -59,6 +63,7 @@ class TieredStore:
         self._blocks: dict[BlockKey, Block] = {}
         self._lent: set[BlockKey] = set()  # blocks whose memory is the caller's charge
         self._failing = threading.Lock()
+        self.before_change: Callable[[], object] = bool  # waits for who reads blocks as they are
         self.on_pressure: Callable[[], object] = bool  # asked to give back staging that only carries hints
         self.on_shortage: Callable[[], bool] = bool  # asked again and again to wait for memory; False: none will come
 
@@ -71,7 +76,7 @@ class TieredStore:
         if home is Tier.NVME:
             if self.space is None:
                 raise UsageError(f"{key} has its home on a drive, but no swap directory is set")
-            block = Block(key, nbytes, home, self.space.allocate(nbytes, str(key)))
+            block = Block(key, nbytes, home, self.space.allocate(nbytes, str(key), kept=key.lasts))
         else:
             block = Block(key, nbytes, home, None)
             if memory is None:
@@ -104,9 +109,7 @@ class TieredStore:
 
     def acquire(self, block: Block, *, fresh: bool = False) -> Memory:
         """The whole block in host memory, pinned until `release`; `fresh`: what it held is not wanted, so not read.
-
-        Raises BudgetError where the host budget has no room for it even after evicting all that may go.
-        """
+        Raises BudgetError where the host budget has no room for it even after evicting all that may go."""
         block.check()
         if block.state is BlockState.NVME:
             with uninterrupted():
@@ -136,10 +139,8 @@ class TieredStore:
         return block.state in (BlockState.HOST, BlockState.FLUSHING) and not self._beyond(block)
 
     def discard(self, block: Block) -> None:
-        """Forget the contents: nothing of them is moved again, and the block reads as undefined until written.
-
-        Memory that somebody outside still views is left to them, and the block gets other memory.
-        """
+        """Forget the contents: nothing of them is moved again, and the block reads as undefined until written. Memory
+        that somebody outside still views is left to them, and the block gets other memory."""
         block.check()
         if block.state is BlockState.NVME or self._beyond(block):
             return
@@ -153,6 +154,40 @@ class TieredStore:
         elif memory.exported():
             block.memory = self._arena.exchange(memory)
 
+    def flush(self, block: Block) -> None:
+        """Wait until the drive holds what is current of a block whose home it is."""
+        block.check()
+        if block.dirty and block.state is BlockState.HOST:
+            self._flush(block)
+        self._settle(block)
+
+    # --- generations ---
+
+    def commit(self, payload: bytes) -> None:
+        """Nothing is on its way to a block. Raises StorageError; the commit before is the last one then."""
+        for block in self._blocks.values():
+            if block.lasts:
+                self.flush(block)
+        self._drives().commit(payload)
+
+    def revert(self) -> None:
+        """Nothing is on its way from or to a block, and nobody views one. What is in memory of them is forgotten."""
+        self.before_change()
+        for block in self._blocks.values():
+            if block.lasts:
+                self.discard(block)
+        self._drives().revert()
+
+    def leave(self) -> None:
+        """`close` leaves the last generation on the drives."""
+        if self.space is not None:
+            self.space.leave()
+
+    @property
+    def generations(self) -> Generations | None:
+        """What is committed, and what a run that has died has left; None where nothing is kept."""
+        return None if self.space is None else self.space.generations
+
     # --- byte ranges ---
 
     def read(self, block: Block, memory: Memory, *, at: int = 0, offset: int = 0, nbytes: int | None = None) -> Ticket:
@@ -164,7 +199,7 @@ class TieredStore:
             ctypes.memmove(memory.address + at, self._memory(block).address + offset, nbytes)
             return Finished()
         self._settle(block)
-        extent = _extent(block)
+        extent = block.place
         self._meter.count("nvme", read=nbytes)
         with uninterrupted():  # a transfer that has begun is always registered
             return self._watched(block, memory, self._drives().read(extent, memory.address + at, nbytes, offset))
@@ -172,6 +207,7 @@ class TieredStore:
     def write(self, block: Block, memory: Memory, *, at: int = 0, offset: int = 0, nbytes: int | None = None) -> Ticket:
         """Copy `nbytes` (default: to the block's end) of `memory` from byte `at` on into the block at `offset`."""
         nbytes = self._span(block, memory, at, offset, nbytes)
+        self.before_change()
         if not nbytes:
             return Finished()
         if self.resident(block):
@@ -182,7 +218,7 @@ class TieredStore:
             block.dirty |= block.extent is not None
             return Finished()
         self._settle(block)
-        extent = _extent(block)
+        extent = block.place
         self._meter.count("nvme", written=nbytes)
         with uninterrupted():
             return self._watched(block, memory, self._drives().write(extent, memory.address + at, nbytes, offset))
@@ -194,7 +230,7 @@ class TieredStore:
             buffer.read(out, offset)
             return
         with self._window(block) as memory:
-            for start, stop in _windows(block, offset, out.numel()):
+            for start, stop in windows(block, offset, out.numel()):
                 self.read(block, memory, offset=start, nbytes=stop - start).wait()
                 low, high = max(start, offset), min(stop, offset + out.numel())
                 out[low - offset : high - offset].copy_(memory.bytes[low - start : high - start])
@@ -202,13 +238,14 @@ class TieredStore:
     def patch(self, block: Block, data: torch.Tensor, offset: int) -> None:
         """Replace the block's bytes from `offset` on by `data` (1-D uint8, any size), through bounded staging."""
         block.check()
+        self.before_change()
         if (buffer := self._filled(block)) is not None:
             self._settle(block)
             buffer.write(data, offset)
             block.dirty |= block.extent is not None
             return
         with self._window(block) as memory:
-            for start, stop in _windows(block, offset, data.numel()):
+            for start, stop in windows(block, offset, data.numel()):
                 low, high = max(start, offset), min(stop, offset + data.numel())
                 if (low, high) != (start, stop):
                     self.read(block, memory, offset=start, nbytes=stop - start).wait()
@@ -281,7 +318,7 @@ class TieredStore:
         return self._arena.take(nbytes, what, zeros=zeros)
 
     def _fetch(self, block: Block, fresh: bool) -> None:
-        extent = _extent(block)
+        extent = block.place
         block.memory = memory = self._take(block.nbytes, str(block.key), zeros=extent.blank and not fresh)
         if fresh or extent.blank:
             block.move(BlockState.HOST)
@@ -294,7 +331,7 @@ class TieredStore:
         block.move(BlockState.FLUSHING)
         self._meter.count("nvme", written=block.nbytes)
         memory = self._memory(block)
-        block.ticket = self._watched(block, memory, self._drives().write(_extent(block), memory.address, block.nbytes))
+        block.ticket = self._watched(block, memory, self._drives().write(block.place, memory.address, block.nbytes))
 
     def _settle(self, block: Block) -> None:
         """Wait until nothing of the block is in flight; raises its first failure."""
@@ -322,15 +359,7 @@ class TieredStore:
         self._lent.discard(block.key)
 
     def _evictable(self) -> list[Block]:
-        return [
-            b
-            for b in self._blocks.values()
-            if b.home is Tier.NVME
-            and b.state is not BlockState.FAILED
-            and b.memory is not None
-            and not b.pins
-            and not b.memory.exported()
-        ]
+        return [block for block in self._blocks.values() if block.evictable]
 
     def _evict(self, nbytes: int) -> bool:
         """Evict cached blocks of furthest next use that take `nbytes`; none, and False, where all are too little."""
@@ -351,10 +380,8 @@ class TieredStore:
         return block.key in self._lent and not (self._in_place and isinstance(block.memory, Memory))
 
     def _span(self, block: Block, memory: Memory, at: int, offset: int, nbytes: int | None) -> int:
-        """The bytes of a transfer with a block that is whole: `nbytes`, or all from `offset`.
-
-        A range past either end would be memory of somebody else: a fault of this program, never let through.
-        """
+        """The bytes of a transfer with a block that is whole: `nbytes`, or all from `offset`. A range past either end
+        would be memory of somebody else: a fault of this program, never let through."""
         block.check()
         nbytes = block.nbytes - offset if nbytes is None else nbytes
         if not (0 <= at <= at + nbytes <= memory.nbytes and 0 <= offset <= offset + nbytes <= block.nbytes):
@@ -381,40 +408,16 @@ class TieredStore:
 
     def _watched(self, block: Block, memory: Memory, ticket: Ticket) -> Ticket:
         """`ticket`, whose failure fails the block, and which keeps `memory` mapped and committed until it is done."""
-        owner: Memory | None = memory
-        store = weakref.ref(self)  # the thread that completes transfers may hold the last `note` for long
+        store = weakref.ref(self)  # the thread that completes transfers may hold the last callback for long
 
         def fail(error: BaseException) -> None:
             if (alive := store()) is not None:
                 alive._fail(block, error)
 
-        watched = Watched(ticket, fail)
-
-        def note() -> None:
-            nonlocal owner
-            owner = None
-            with contextlib.suppress(Exception):
-                watched.wait(0)
-
-        ticket.add_done_callback(note)
-        memory.busy(ticket)
-        return watched
+        return Watched(ticket, fail).beside(memory)
 
     def _fail(self, block: Block, error: BaseException) -> None:
         with self._failing:  # the thread that waits and the one that completes may both come
             if block.state is not BlockState.FAILED:
                 block.cause = error
                 block.move(BlockState.FAILED)
-
-
-def _extent(block: Block) -> Extent:
-    if block.extent is None:
-        raise RuntimeError(f"{block.key} lives on the {block.home.value}: it has no extent on a drive")
-    return block.extent
-
-
-def _windows(block: Block, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Piece-aligned windows [start, stop) of the block that cover a range."""
-    if nbytes:
-        for start in range(offset // WINDOW_BYTES * WINDOW_BYTES, offset + nbytes, WINDOW_BYTES):
-            yield start, min(start + WINDOW_BYTES, block.nbytes)

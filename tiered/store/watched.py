@@ -7,8 +7,10 @@ called.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
+from tiered.device.memory import Memory
 from tiered.device.ticket import Ticket
 
 
@@ -35,3 +37,17 @@ class Watched:
 
     def add_done_callback(self, fn: Callable[[], None]) -> None:
         self._ticket.add_done_callback(fn)
+
+    def beside(self, memory: Memory) -> Watched:
+        """Keep `memory` mapped and committed until the transfer is over, whoever waits for it."""
+        owner: Memory | None = memory
+
+        def note() -> None:
+            nonlocal owner
+            owner = None
+            with contextlib.suppress(Exception):
+                self.wait(0)
+
+        self.add_done_callback(note)
+        memory.busy(self._ticket)
+        return self

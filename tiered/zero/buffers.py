@@ -27,6 +27,16 @@ def move(module: nn.Module, device: torch.device) -> None:
                 holder._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
 
 
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that belong to the state dict, by name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, each in module.named_modules()
+        for name, buffer in each._buffers.items()
+        if buffer is not None and name not in each._non_persistent_buffers_set
+    }
+
+
 class SharedBuffers:
     """The buffers of one model on several ranks; see invariant 2."""
 

@@ -17,8 +17,8 @@ from torch import nn
 from tiered.config import Config
 from tiered.device.host import give_back_freed
 from tiered.errors import UsageError
-from tiered.store.store import WINDOW_BYTES
 from tiered.store.tier import Tier
+from tiered.store.window import WINDOW_BYTES
 from tiered.zero import buffers, initial, residence, statedict
 from tiered.zero.grads import GroupGrads, Kernels
 from tiered.zero.group import ParamGroup

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from tiered.errors import UsageError
+from tiered.zero import hooks
 from tiered.zero.compiled import uncompiled
 
 
@@ -57,7 +58,7 @@ def saving_notes(*, beside_others: bool = True) -> Iterator[None]:
     beside_others=False: leave hooks of others that are on top alone. A single operation under checkpointing must be
     counted by its hooks in the recomputation exactly as it was in the forward.
     """
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    outer = hooks.top()
     if outer is not None and (isinstance(outer[0], _Pack) or not beside_others):
         yield
     else:
@@ -92,7 +93,7 @@ class _Foreign:
 
 
 class _Pack:
-    def __init__(self, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None) -> None:
+    def __init__(self, outer: hooks.Hooks | None) -> None:
         self._outer = outer
 
     @uncompiled

@@ -35,8 +35,8 @@ from tiered.device.memory import Memory, page_ceil
 from tiered.errors import UsageError
 from tiered.schedule.trace import Phase
 from tiered.store.block import Block, BlockKey
-from tiered.store.store import WINDOW_BYTES
 from tiered.store.tier import Tier
+from tiered.store.window import WINDOW_BYTES
 from tiered.zero import graph, truth
 from tiered.zero.agreement import Call
 from tiered.zero.guard import guard, home_of, present
@@ -223,6 +223,11 @@ class ParamGroup:
             if self._written and not self._scopes:
                 self._share_edit()
 
+    def before_write(self) -> None:
+        """Values may be changed in place: where the buffer is the truth, who reads that is waited for."""
+        if not self.nbytes:
+            self.runtime.store.before_change()
+
     def note_write(self) -> None:
         """Values have been changed in place."""
         self.edited = True
@@ -387,6 +392,7 @@ class ParamGroup:
     def _share_edit(self) -> None:
         """Every rank has edited the group in the same way: each keeps what is its own of it."""
         self._written = False
+        self.runtime.store.before_change()  # here: what all ranks do waits for nobody
         self.runtime.device.fence().wait()  # another thread reads the buffer
         doing = f"an edit of parameters of group '{self.name}' in place"
         self.runtime.together(Call.EDIT, doing, self.absorb, detail=self.index)

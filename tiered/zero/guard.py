@@ -37,6 +37,9 @@ class Home(Protocol):
     def opened(self) -> Any:
         """A context manager: inside, the values are present."""
 
+    def before_write(self) -> None:
+        """An operation may be going to change the values in place."""
+
     def note_write(self) -> None:
         """An operation has changed the values in place."""
 
@@ -73,6 +76,7 @@ _METADATA: set[Any] = {torch.is_floating_point, torch.is_complex, torch.numel} |
     "__len__ is_conj register_post_accumulate_grad_hook is_neg retain_grad data_ptr dim_order"
 )
 _REQUIRES_GRAD: set[Any] = {Tensor.requires_grad.__set__, Tensor.requires_grad_}  # type: ignore[attr-defined]
+_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"}
 _REFUSED: dict[Any, str] = {
     Tensor.data.__set__: "assigning .data",  # type: ignore[attr-defined]
     Tensor.resize_: "resize_()",
@@ -102,6 +106,7 @@ class PresentParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
+        home_of(self).before_write()
         home_of(self).note_write()  # an edit through it would not raise the version
         data: Tensor = _DATA.__get__(self)
         return data
@@ -235,9 +240,18 @@ def _fault(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     with ExitStack() as opened, torch._C.DisableTorchFunctionSubclass():
         for _, home in homes.values():
             opened.enter_context(home.opened())
+            if _writes(func, kwargs):
+                home.before_write()
         versions = [p._version for p, _ in homes.values()]
         result = func(*args, **kwargs)
         for (param, home), version in zip(homes.values(), versions, strict=True):
             if param._version != version:
                 home.note_write()
     return result
+
+
+def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """By its name in torch, `func` changes what it is given, or gives out what no version counter watches."""
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in _IN_PLACE or "out" in kwargs or func == _DATA.__get__

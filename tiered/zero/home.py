@@ -61,6 +61,9 @@ class ParamHome:
             torch.clear_autocast_cache()  # a cast made before a step would be handed out after it
             yield
 
+    def before_write(self) -> None:
+        self.group.before_write()
+
     def note_write(self) -> None:
         self.group.note_write()
 
@@ -68,6 +71,7 @@ class ParamHome:
         group = self.group
         if group.present:
             return False
+        group.runtime.store.before_change()
         doing = f"an edit of parameters of group '{group.name}' in place"
         write = functools.partial(truth.overwrite, group, self.slot, value)
         group.runtime.together(Call.EDIT, doing, write, detail=group.index)
@@ -178,6 +182,9 @@ class GoneHome:
 
     def opened(self) -> NoReturn:
         self._raise()
+
+    def before_write(self) -> None:
+        return None
 
     def note_write(self) -> None:
         return None

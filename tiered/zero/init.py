@@ -280,6 +280,9 @@ class Parked:
         finally:
             self.in_use -= 1
 
+    def before_write(self) -> None:
+        return None
+
     def note_write(self) -> None:
         return None  # a parameter that comes back is kept anew when it goes again
 

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import platform
+import secrets
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -59,13 +60,23 @@ class NodeLimits:
         return int(self.available * HOST_SHARE) // self.ranks
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chosen:
+    """The generation that all ranks have, and what they make from now on."""
+
+    serial: int | None
+    run: str
+    after: int  # serials that are made are larger
+    ephemeral: str | None  # why none is made, on any rank
+
+
 class Joining:
     """One rank's way through `shard` beside the others."""
 
     def __init__(self, ranks: Ranks, what: str) -> None:
         self.ranks = ranks
         self._what = what
-        self._pending = 2  # meetings that the others expect this rank at
+        self._pending = 3  # meetings that the others expect this rank at
 
     def compare(self, module: nn.Module, config: Config, groups: Sequence[GroupPlan], available: int) -> NodeLimits:
         """Meet, and compare what all are about to shard. Raises RankError where ranks differ or one has failed."""
@@ -78,6 +89,21 @@ class Joining:
         share = len(mine) if config.budgets == "node" else 1
         given = sum(budgets) // share if None not in budgets else None
         return NodeLimits(len(mine), min(one["available"] for one in mine), int(node["limit"]), given)  # type: ignore[call-overload]
+
+    def choose(self, offers: Sequence[tuple[int, str]], ephemeral: str | None) -> Chosen:
+        """Meet, and choose what of dead runs is protected: the last generation that every rank has. `ephemeral`: why
+        this rank has none and will make none."""
+        mine = {"offers": offers, "run": secrets.token_hex(8), "ephemeral": ephemeral}
+        everybody = self._meet(mine)
+        offered = [{(serial, run) for serial, run in one["offers"]} for one in everybody]
+        common = set.intersection(*offered)
+        why = [f"rank {rank}: {one['ephemeral']}" for rank, one in enumerate(everybody) if one["ephemeral"]]
+        return Chosen(
+            serial=max(common)[0] if common else None,
+            run=everybody[0]["run"],
+            after=max((serial for some in offered for serial, _ in some), default=0),
+            ephemeral=ephemeral or next(iter(why), None),
+        )
 
     def agree(self) -> None:
         """Meet again: this rank has built its part. Raises RankError where another has not."""

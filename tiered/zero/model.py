@@ -13,6 +13,7 @@ import contextlib
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -20,12 +21,12 @@ from torch import nn
 from tiered.config import Config, format_size
 from tiered.device.host import available_bytes
 from tiered.device.memory import page_ceil
-from tiered.errors import BudgetError, UsageError
+from tiered.errors import BudgetError, TieredError, UsageError
 from tiered.schedule.execute import Executor
 from tiered.schedule.trace import Phase
 from tiered.store.block import Block, BlockKey
-from tiered.store.store import WINDOW_BYTES
 from tiered.store.tier import Tier
+from tiered.store.window import WINDOW_BYTES
 from tiered.zero import buffers, residence, statedict, truth
 from tiered.zero.agreement import Call
 from tiered.zero.departures import Departures
@@ -45,6 +46,19 @@ MODEL_ATTRIBUTE = "_tiered_model"  # on the root module: its ShardedModel
 STATE_KINDS = ("exp_avg", "exp_avg_sq")
 _OF_TRAINING = {"grad", *STATE_KINDS}
 _MARGIN = 1.25  # of the measured activations: left free when groups are promoted, for batches a little larger
+
+
+class Saving(Protocol):
+    """A save that goes on beside training."""
+
+    failure: TieredError | None
+
+    @property
+    def over(self) -> bool:
+        """It has ended, well or with `failure`."""
+
+    def wait(self) -> None:
+        """Return once it is over."""
 
 
 class ShardedModel:
@@ -72,6 +86,8 @@ class ShardedModel:
         self.reserve = placement.reserve  # bytes of the host budget that staging needs and that no state may take
         self.closed = False
         self.failure: BaseException | None = None  # of a step that could not be completed: the states are torn
+        self.ephemeral: str | None = "it is being built"  # why no step of a killed run can be gone on from
+        self.saving: Saving | None = None  # in the background, or what has become of it
         self._class = type(module)
         self._promoted = False
         self.reducer: Reducer | None = None  # of several ranks
@@ -118,6 +134,7 @@ class ShardedModel:
         sizes = {kind: (group.span(kind)[1] - group.span(kind)[0]) * dtype.itemsize for kind, dtype in missing.items()}
         need = sum(page_ceil(nbytes) for nbytes in sizes.values())
         roomy = self.config.optimizer_tier != "nvme" and need <= store.room() - self.reserve
+        roomy &= self.ephemeral is not None  # what lasts goes where it does
         tier = Tier.HOST if roomy or not self.config.directories else Tier.NVME
         made: dict[str, Block] = {}
         try:
@@ -133,8 +150,10 @@ class ShardedModel:
             truth.fill_master(group)
 
     def begin_step(self) -> None:
-        """Wait for gradients on their way, reduce what is not reduced, and bring in what the user edited."""
+        """Wait for gradients on their way and who reads states, reduce what is not reduced, and bring in what the user
+        edited."""
         self.departures.drain()
+        self.runtime.store.before_change()
         if self.reducer is not None:
             self.reducer.before_step()
         for group in self.groups:
@@ -175,6 +194,11 @@ class ShardedModel:
         """Call `settle`, a bound method whose object may go, before counters are read."""
         self._settlements.append(weakref.WeakMethod(settle))
 
+    @property
+    def optimizers(self) -> int:
+        """How many there are of this model."""
+        return sum(reference() is not None for reference in self._settlements)
+
     def settle(self) -> None:
         """Bring the counters up to date with what the device has done."""
         for reference in self._settlements:
@@ -187,6 +211,8 @@ class ShardedModel:
     def gathered(self, homes: Iterable[ParamHome], modify: bool) -> Iterator[None]:
         """Full values inside, the parameters plain; see `tiered.gather`."""
         groups = list({h.group.index: h.group for h in homes}.values())
+        if modify:
+            self.runtime.store.before_change()
         with contextlib.ExitStack() as scope:
             for group in groups:
                 scope.enter_context(group.computing(Phase.EVALUATION))
@@ -266,12 +292,25 @@ class ShardedModel:
 
     # --- the end ---
 
+    def end_saving(self) -> None:
+        """Wait until no save goes on in the background. Raises what it failed of, once."""
+        if (saving := self.saving) is not None:
+            saving.wait()
+            self.saving, self.runtime.store.before_change = None, bool
+            if saving.failure is not None:
+                raise saving.failure
+
     def close(self, *, keep_weights: bool) -> None:
         """Back to a plain module; see `tiered.close`."""
-        if self.closed:
-            return
-        if any(group.in_use for group in self.groups):
-            raise UsageError("close() inside a forward or a gather() of the model: leave it first")
+        if not self.closed:
+            if any(group.in_use for group in self.groups):
+                raise UsageError("close() inside a forward or a gather() of the model: leave it first")
+            if self.saving is not None:
+                self.saving.wait()
+            self._close(keep_weights)
+        self.end_saving()  # what it failed of is no reason to stay open
+
+    def _close(self, keep_weights: bool) -> None:
         if keep_weights:
             for group in self.groups:
                 group.absorb()

@@ -20,8 +20,8 @@ from tiered.config import Config, format_size
 from tiered.device.memory import page_ceil
 from tiered.errors import ConfigError
 from tiered.store.policy import Demand, place
-from tiered.store.store import WINDOW_BYTES
 from tiered.store.tier import Tier
+from tiered.store.window import WINDOW_BYTES
 from tiered.zero.traffic import scratch_bytes
 
 CHUNK_ALIGN = 1 << 19  # elements: 1 MiB of a 16-bit kind, so that a chunk is whole pieces of every kind

@@ -17,8 +17,9 @@ import torch
 from tiered.device.buffer import Buffer
 from tiered.device.memory import page_ceil
 from tiered.store.block import Block, BlockKey
-from tiered.store.store import WINDOW_BYTES, TieredStore
+from tiered.store.store import TieredStore
 from tiered.store.tier import Tier
+from tiered.store.window import WINDOW_BYTES
 from tiered.zero.group import ParamGroup
 
 

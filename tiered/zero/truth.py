@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tiered.store.store import WINDOW_BYTES
+from tiered.store.window import WINDOW_BYTES
 from tiered.zero.agreement import Call
 from tiered.zero.partition import Slot, overlap
 
@@ -51,6 +51,17 @@ def fill_master(group: ParamGroup) -> None:
         part = torch.empty(min(step, end - start), dtype=group.dtype, device="cpu")
         store.load(blocks["param"], part.view(torch.uint8), (start - group.span("param")[0]) * size)
         store.patch(blocks["master"], part.float().view(torch.uint8), (start - base) * 4)
+
+
+def derive_param(group: ParamGroup) -> None:
+    """Give the `param` block, which holds the same elements, the rounded values of `master`."""
+    store, blocks, size = group.runtime.store, group.blocks, group.dtype.itemsize
+    base, end = group.span("master")
+    step = WINDOW_BYTES // 4
+    for start in range(base, end, step):
+        part = torch.empty(min(step, end - start), dtype=torch.float32, device="cpu")
+        store.load(blocks["master"], part.view(torch.uint8), (start - base) * 4)
+        store.patch(blocks["param"], part.to(group.dtype).view(torch.uint8), (start - group.span("param")[0]) * size)
 
 
 def absorb(group: ParamGroup, kind: str, part: torch.Tensor, start: int) -> None:
