@@ -64,7 +64,7 @@ def got(space: SwapSpace, extent: Extent) -> list[int]:
 
 def abandoned(space: SwapSpace) -> None:
     """The process ends by an error: what is committed stays."""
-    space.leave()
+    space.generations.left = True
     space.close()
 
 

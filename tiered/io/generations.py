@@ -52,6 +52,8 @@ class Generations:
         self._serial = 0
         self._unsynced = True  # something has been written where nothing had been
         self._marked = False  # the directories are known to have a generation
+        self.left = False
+        """It is to stay on the drives when the space is closed."""
         self.untouched = False
         """What a dead run has left is there as it was: nothing has gone on from it, or taken its place."""
 

@@ -37,7 +37,7 @@ class Resources:
         self.engines: list[Engine] = []
         self.generations = generations
         self.patience = Patience(timeout_s)
-        self.leaves = False  # what is committed stays on the drives
+        self._dead = False  # a drive does not answer
 
     def claim(self, directories: Sequence[str | os.PathLike[str]], rank: int) -> None:
         """Claims a place in each directory."""
@@ -69,7 +69,6 @@ class Resources:
 
     def release(self) -> None:
         """Waits for I/O, closes the files, removes the directories."""
-        self.leaves |= _ending_by_an_error()
         with contextlib.ExitStack() as stack:  # the last that is pushed comes first
             held = [contextlib.ExitStack() for _ in self.claims]  # by drive
             for each, claimed in zip(held, self.claims, strict=True):
@@ -94,7 +93,7 @@ class Resources:
         """Closes an engine; what its drive holds is left where calls on it are still out."""
         if behind := engine.close():
             held.pop_all()  # closing or removing a file there could wait for ever, and a late call may use a descriptor
-            self.leaves = True
+            self._dead = True
             _LOGGER.warning(
                 "%s: %d transfers have not come back from the drive; their threads and descriptors are left to the "
                 "system, and the directory to the next run there",
@@ -104,7 +103,10 @@ class Resources:
 
     def _part(self, claimed: ClaimedDirectory) -> None:
         generations = self.generations
-        stays = generations is not None and (generations.untouched or (generations.committed and self.leaves))
+        stays = generations is not None and (
+            generations.untouched
+            or (generations.committed and (generations.left or self._dead or _ending_by_an_error()))
+        )
         (claimed.leave if stays else claimed.release)()
 
 

@@ -10,7 +10,7 @@ Invariants:
 5. Bytes of the last commit are not overwritten before the next one, and are there after the process has died.
 6. `close()` waits for I/O, then removes every file and directory this space made, also after failures. It runs by
    itself when the space is collected or the interpreter ends; in a forked child it does nothing. What is committed
-   stays on the drives where the program ends by an error, or `leave` says so. What a drive that does not answer still
+   stays on the drives where the program ends by an error, or `generations.left` says so. What a drive that does not answer still
    holds is left, by name: its threads, descriptors and directory.
 7. No transfer takes for ever: one that a drive does not finish within the limit is tried again if it is a read, and
    ends as a StorageError within twice the limit (patience.py).
@@ -279,10 +279,6 @@ class SwapSpace:
         with self._lock:
             usable(self._owner, self._closed)
             self._committing().revert([extent for extent, kept in self._live.items() if kept])
-
-    def leave(self) -> None:
-        """`close` leaves what is committed on the drives, for a later run to go on from."""
-        self._resources.leaves = True
 
     def free_bytes(self) -> int:
         """Bytes that can still be allocated, evenly over the drives."""

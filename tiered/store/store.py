@@ -178,11 +178,6 @@ class TieredStore:
                 self.discard(block)
         self._drives().revert()
 
-    def leave(self) -> None:
-        """`close` leaves the last generation on the drives."""
-        if self.space is not None:
-            self.space.leave()
-
     @property
     def generations(self) -> Generations | None:
         """What is committed, and what a run that has died has left; None where nothing is kept."""

@@ -35,8 +35,8 @@ class ShardedModule(nn.Module):
         model: ShardedModel | None = self.__dict__.get(MODEL_ATTRIBUTE)
         if model is None:
             return
-        if kind is not None:  # what ends it may be gone on from
-            model.runtime.store.leave()
+        if kind is not None and (generations := model.runtime.store.generations) is not None:
+            generations.left = True  # what ends it may be gone on from
         if kind is not None and model.runtime.traffic is not None:  # the other ranks cannot be waited for
             model.runtime.traffic.exchange.idle(f"close(), after {kind.__name__}: {error}")
             model.close(keep_weights=False)
