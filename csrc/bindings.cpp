@@ -54,16 +54,38 @@ const char* name_of(Fault fault) {
       return "checksum";
     case Fault::invalid:
       return "invalid";
+    case Fault::stalled:
+      return "stalled";
+    case Fault::refused:
+      return "refused";
     case Fault::none:
       break;
   }
   return "none";
 }
 
-std::optional<std::tuple<const char*, int, std::size_t>> failure(const Request& request) {
+using FailureTuple = std::tuple<const char*, int, std::size_t, double>;
+
+std::optional<FailureTuple> failure(const Request& request) {
   const tiered::Failure failure = request.failure();
   if (!failure.failed()) return std::nullopt;
-  return std::make_tuple(name_of(failure.fault), failure.error, failure.piece);
+  return FailureTuple{name_of(failure.fault), failure.error, failure.piece, failure.seconds};
+}
+
+auto late(const IoEngine& engine, double seconds) {
+  std::vector<std::tuple<std::uint64_t, bool, std::uint64_t, std::size_t, double>> found;
+  for (const tiered::Late& each : engine.late(seconds)) {
+    found.emplace_back(each.id, each.op == tiered::Op::write, each.offset, each.nbytes, each.seconds);
+  }
+  return found;
+}
+
+auto troubles(IoEngine& engine) {
+  std::vector<std::tuple<const char*, int, std::uint64_t, std::size_t>> found;
+  for (const tiered::Trouble& each : engine.troubles()) {
+    found.emplace_back(name_of(each.failure.fault), each.failure.error, each.offset, each.nbytes);
+  }
+  return found;
 }
 
 void bind_io(nb::module_& module) {
@@ -74,14 +96,19 @@ void bind_io(nb::module_& module) {
       .def("notify", &Request::notify, nb::arg("token"));
 
   nb::class_<IoEngine>(module, "IoEngine")
-      .def(nb::init<int, int, unsigned, std::size_t>(), nb::arg("buffered_fd"), nb::arg("direct_fd"),
-           nb::arg("threads"), nb::arg("piece_bytes"))
+      .def(nb::init<int, int, unsigned, std::size_t, bool>(), nb::arg("buffered_fd"), nb::arg("direct_fd"),
+           nb::arg("threads"), nb::arg("piece_bytes"), nb::arg("in_place"))
       .def("submit", &submit, nb::arg("write"), nb::arg("pieces"), nb::arg("records"))
       .def("next_notification", &IoEngine::next_notification, nb::call_guard<nb::gil_scoped_release>())
-      .def("close", &IoEngine::close, nb::call_guard<nb::gil_scoped_release>())
+      .def("late", &late, nb::arg("seconds"))
+      .def("replace", &IoEngine::replace, nb::arg("id"))
+      .def("give_up", &IoEngine::give_up, nb::arg("id"))
+      .def("troubles", &troubles)
+      .def("close", &IoEngine::close, nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>())
       .def("counters", [](const IoEngine& engine) {
         const tiered::Counters counters = engine.counters();
-        return std::make_tuple(counters.bytes_read, counters.bytes_written, counters.busy_seconds);
+        return std::make_tuple(counters.bytes_read, counters.bytes_written, counters.busy_seconds, counters.retries,
+                               counters.stalls);
       });
 
   const auto checksum = [](std::uintptr_t address, std::size_t nbytes, std::uint32_t crc) {
@@ -92,6 +119,8 @@ void bind_io(nb::module_& module) {
   };
   module.def("crc32c", checksum, nb::arg("address"), nb::arg("nbytes"), nb::arg("crc") = 0);
   module.def("crc32c_portable", portable, nb::arg("address"), nb::arg("nbytes"), nb::arg("crc") = 0);
+  // The address of the three function pointers under every transfer (file.h), for tests and measurements.
+  module.def("file_calls", [] { return reinterpret_cast<std::uintptr_t>(&tiered::file_calls()); });
   module.def("crc32c_hardware", &tiered::crc32c_hardware);
 }
 

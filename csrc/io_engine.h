@@ -3,10 +3,13 @@
 // A request is a list of pieces (memory address, file offset, bytes) that all go one way. Workers take pieces in the
 // order of submission and run them in parallel; the request is done when its last piece is.
 //
+//     queued --worker--> under way --call comes back--> settled
+//                          |  `- late -- replace() -- under way twice (reads) --first of the two--> settled
+//                          `- late -- give_up() --> settled (stalled); what is queued then --> settled (refused)
+//
 // Invariants:
-//  1. A piece is transferred whole or its request fails: EINTR and short transfers are continued, end of file is an
-//     error. Every other piece of a failed request is still attempted, and the failure kept is that of the lowest
-//     piece.
+//  1. A piece is transferred whole or its request fails (file.h). Every other piece of a failed request is still
+//     attempted, and the failure kept is that of the lowest piece. A read that failed on its way is tried once more.
 //  2. A piece has a record in a table of the caller. A write stores the checksum and makes the record `valid`, or
 //     `invalid` when it failed. A read looks at the record first: `blank` gives zeros without touching the file,
 //     `valid` is read and verified, anything else fails.
@@ -14,12 +17,21 @@
 //  and
 //     a tail shorter than kBlock, go through the worker's bounce buffer, and the file is written and read up to the
 //     next multiple of kBlock: it must be that long. Without one, exactly the piece's bytes are touched.
-//  4. close() and the destructor wait for everything submitted. Nothing is ever dropped silently.
-//  5. In a forked child there are no workers: submit and waits that would block throw, close() does nothing, and the
+//  4. A piece is settled once, by whoever claims it under the mutex. Unless `in_place`, the system reads into the
+//     worker's own bounce buffer alone, and bytes are copied to the caller's memory after the claim. So whatever a late
+//     call still does, it does to memory that nobody else has, and a request that is done never touches its memory.
+//  5. A late write reads the caller's memory through the kernel alone, for a piece that is `invalid` until it is
+//  written
+//     again; and while a call that was given up is out, nothing is begun. So no two writes of a piece race.
+//  6. A worker whose call is late is replaced, and leaves when the call comes back: late calls cost no throughput.
+//  7. close() and the destructor wait for every request. Nothing is ever dropped silently. What outlives close() are
+//     threads in calls that do not come back; they share the state, never the engine, and touch only what is their own.
+//  8. In a forked child there are no workers: submit and waits that would block throw, close() does nothing, and the
 //     state is left alone, as a lock may have been held while forking.
 //
-// Lifetime: memory, record table and both descriptors belong to the caller and outlive the request (memory, table) or
-// close() (descriptors). Knows addresses and byte counts only: no Python, no torch.
+// Lifetime: memory and record table belong to the caller and outlive the request; both descriptors outlive close(), and
+// the process where it leaves threads behind. Who is late, and when that is enough, is the caller's to say. Knows
+// addresses and byte counts only: no Python, no torch.
 #pragma once
 
 #include <sys/types.h>
@@ -33,9 +45,9 @@
 #include <optional>
 #include <vector>
 
-namespace tiered {
+#include "file.h"
 
-constexpr std::size_t kBlock = 4096;  // the granularity of direct I/O, for memory, offsets and lengths alike
+namespace tiered {
 
 enum class Op : std::uint8_t { read, write };
 
@@ -53,22 +65,6 @@ struct Piece {
   std::uint64_t offset;
   std::size_t nbytes;
   std::size_t record;  // index in the caller's table
-};
-
-enum class Fault : std::uint8_t {
-  none,
-  system,     // a system call failed: `error` is its errno
-  short_end,  // the file ended inside the piece
-  checksum,   // bytes read differ from the bytes written
-  invalid     // the last write of this piece failed or has not finished
-};
-
-struct Failure {
-  Fault fault = Fault::none;
-  int error = 0;
-  std::size_t piece = 0;  // index in the request
-
-  bool failed() const noexcept { return fault != Fault::none; }
 };
 
 // One submitted request, shared by its submitter and the workers.
@@ -90,6 +86,9 @@ class Request {
  private:
   friend class IoEngine;
 
+  // True for the first who asks for a piece: it is theirs to settle. Guarded by the engine's mutex.
+  bool claim(std::size_t piece);
+
   // Counts one piece as finished; gives the tokens to announce if it was the last.
   std::vector<std::uint64_t> finish(std::size_t piece, const Failure& failure);
 
@@ -97,7 +96,8 @@ class Request {
   const std::vector<Piece> pieces_;
   PieceRecord* const records_;
   const pid_t owner_;
-  std::size_t next_ = 0;  // first piece no worker has taken; guarded by the engine's mutex
+  std::size_t next_ = 0;       // first piece no worker has taken; guarded by the engine's mutex,
+  std::vector<bool> claimed_;  // and so are these
 
   mutable std::mutex mutex_;  // guards what follows
   mutable std::condition_variable finished_;
@@ -111,13 +111,32 @@ struct Counters {
   std::uint64_t bytes_read = 0;     // of pieces that succeeded; zeros of blank pieces are not read and not counted
   std::uint64_t bytes_written = 0;  // of pieces that succeeded, without padding
   double busy_seconds = 0;          // wall time with at least one piece in flight
+  std::uint64_t retries = 0;        // reads made once more, after a failure or because they were late
+  std::uint64_t stalls = 0;         // calls that were late
+};
+
+// A piece whose call has been out for `seconds`.
+struct Late {
+  std::uint64_t id;
+  Op op;
+  std::uint64_t offset;
+  std::size_t nbytes;
+  double seconds;
+};
+
+// A read that failed on its way and was made once more.
+struct Trouble {
+  Failure failure;
+  std::uint64_t offset;
+  std::size_t nbytes;
 };
 
 class IoEngine {
  public:
-  // `direct_fd` < 0 means the file system takes no direct I/O. Throws std::invalid_argument on impossible sizes and
+  // `direct_fd` < 0 means the file system takes no direct I/O. `in_place`: read into the caller's memory, for which the
+  // price is that no piece may be given up, and `late` gives none. Throws std::invalid_argument on impossible sizes and
   // std::system_error when threads cannot be started.
-  IoEngine(int buffered_fd, int direct_fd, unsigned threads, std::size_t piece_bytes);
+  IoEngine(int buffered_fd, int direct_fd, unsigned threads, std::size_t piece_bytes, bool in_place);
   ~IoEngine();
   IoEngine(const IoEngine&) = delete;
   IoEngine& operator=(const IoEngine&) = delete;
@@ -128,26 +147,33 @@ class IoEngine {
   // Blocks until a request that asked for it is done and gives its token; no value once closed and drained.
   std::optional<std::uint64_t> next_notification();
 
-  // Waits for all requests and ends the workers. Idempotent, but not for two threads at once.
-  void close();
+  // Pieces whose first call has been out for more than `seconds`.
+  std::vector<Late> late(double seconds) const;
+
+  // Puts another worker in the place of one that is late; for a read it begins by trying the piece again. False where
+  // the piece is settled or was tried again, or the system has no thread.
+  bool replace(std::uint64_t id);
+
+  // Settles a piece as stalled, and what is queued as refused. False where the piece is settled.
+  bool give_up(std::uint64_t id);
+
+  // Reads made once more after a failure, since the last call.
+  std::vector<Trouble> troubles();
+
+  // Waits for all requests, and then up to `seconds` (no limit when negative) for calls that are late; ends the workers
+  // and returns how many had to be left in the system. Idempotent, but not for two threads at once.
+  std::size_t close(double seconds = -1);
 
   Counters counters() const;
 
  private:
   struct State;
-  class Bounce;
 
-  void work(State& state);
-  Failure transfer(const Request& request, std::size_t index, Bounce& bounce, std::size_t& moved) const;
-  Failure write_piece(const Piece& piece, PieceRecord& record, Bounce& bounce) const;
-  Failure read_piece(const Piece& piece, const PieceRecord& record, Bounce& bounce) const;
   bool in_owner() const noexcept;
+  void start(std::shared_ptr<Request> again, std::size_t index);
 
-  const int buffered_fd_;
-  const int direct_fd_;
-  const std::size_t piece_bytes_;
   const pid_t owner_;
-  std::unique_ptr<State> state_;  // leaked on purpose in a forked child
+  std::shared_ptr<State> state_;  // leaked on purpose in a forked child
 };
 
 }  // namespace tiered

@@ -227,6 +227,7 @@ def stats(model: nn.Module) -> Stats:
     runtime, meter = sharded.runtime, sharded.runtime.meter
     nvme = sum(b.nbytes for b in runtime.store.blocks() if b.home is Tier.NVME)
     allocated, most = runtime.device.allocated() or (0, 0)
+    drives = runtime.store.space.stats() if runtime.store.space is not None else None
     placement: dict[str, dict[str, int]] = {}
     for block in runtime.store.blocks():
         tiers = placement.setdefault(block.key.kind, {})
@@ -251,6 +252,8 @@ def stats(model: nn.Module) -> Stats:
         ranks=runtime.ranks.size,
         collective_elements=dict(meter.collective_elements),
         collective_bytes=dict(meter.collective_bytes),
+        drive_retries=drives.retries if drives else 0,
+        drive_stalls=drives.stalls if drives else 0,
     )
 
 
@@ -316,7 +319,14 @@ def _open_lasting(
 
 def _open_space(config: Config, rank: int, identity: Identity | None) -> SwapSpace:
     durability: Durability = "power" if config.durability == "power" else "process"
-    return SwapSpace(config.directories, rank=rank, threads=config.io_threads, identity=identity, durability=durability)
+    return SwapSpace(
+        config.directories,
+        rank=rank,
+        threads=config.io_threads,
+        timeout_s=config.drive_timeout_s,
+        identity=identity,
+        durability=durability,
+    )
 
 
 def _device_name(config: Config) -> str:

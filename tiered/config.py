@@ -114,6 +114,8 @@ class Config:
     groups: module classes whose instances are each gathered as one group; None: elements of ModuleList and
         Sequential, large single layers, and the rest.
     io_threads: threads per drive.
+    drive_timeout_s: seconds a drive may take over one transfer of 1 MiB or less. After them it is reported by name, and
+        a read is made once more; after as many again it is an error. None: no limit, and reads cost no copy.
     durability: what of a run that is killed is on the drives, where all its states live there: each step ("process":
         whatever ends the process, or the system), each step and that through a loss of power ("power": one flush of
         the drives more a step), or nothing, in half the space ("none").
@@ -134,6 +136,7 @@ class Config:
     precision: MixedPrecision = MixedPrecision()
     groups: tuple[type[torch.nn.Module], ...] | None = None
     io_threads: int = 8
+    drive_timeout_s: float | None = 30.0
     durability: Literal["process", "power", "none"] = "process"
     emulation: Emulation = Emulation()
 
@@ -154,6 +157,10 @@ class Config:
         self._check_ranks()
         if not isinstance(self.io_threads, int) or not 1 <= self.io_threads <= 256:
             raise ConfigError(f"io_threads={self.io_threads!r}: use a whole number from 1 to 256")
+        if self.drive_timeout_s is not None:
+            if not isinstance(self.drive_timeout_s, (int, float)) or not 0 < self.drive_timeout_s < float("inf"):
+                raise ConfigError(f"drive_timeout_s={self.drive_timeout_s!r}: use a number of seconds above 0, or None")
+            object.__setattr__(self, "drive_timeout_s", float(self.drive_timeout_s))
         if self.durability not in ("process", "power", "none"):
             raise ConfigError(f"durability={self.durability!r}: use 'process', 'power' or 'none'")
         for field, kind in (("precision", MixedPrecision), ("emulation", Emulation)):

@@ -39,6 +39,8 @@ class Stats:
     collective_elements, collective_bytes: by "all_gather", "reduce_scatter" and "broadcast", elements and bytes of the
         whole (padded) tensors that this rank took part in moving, as the ZeRO papers count; of N ranks each sends and
         receives (N - 1) / N of them.
+    drive_retries, drive_stalls: reads from drives that were made once more, as they failed, came with other bytes than
+        were written, or were late; transfers that were late (`Config.drive_timeout_s`). Both 0 on healthy drives.
     """
 
     steps: int
@@ -60,6 +62,8 @@ class Stats:
     ranks: int = 1
     collective_elements: Mapping[str, int] = dataclasses.field(default_factory=dict)
     collective_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    drive_retries: int = 0
+    drive_stalls: int = 0
 
 
 class Meter:

@@ -8,10 +8,14 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
+#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -19,6 +23,7 @@
 #include <vector>
 
 #include "../../csrc/crc32c.h"
+#include "../../csrc/file.h"
 #include "../../csrc/io_engine.h"
 
 namespace {
@@ -31,6 +36,13 @@ using tiered::Piece;
 using tiered::PieceRecord;
 using tiered::PieceState;
 using tiered::Request;
+
+// Threads of this process, a sanitizer's own among them.
+std::size_t tasks() {
+  std::size_t count = 0;
+  for ([[maybe_unused]] const auto& task : std::filesystem::directory_iterator("/proc/self/task")) ++count;
+  return count;
+}
 
 void require(bool holds, const char* claim) {
   if (holds) return;
@@ -114,7 +126,7 @@ void bytes_come_back(const std::string& directory, bool direct) {
   for (const std::size_t nbytes : {std::size_t{1}, kBlock, kPiece - 1, 5 * kPiece, 4 * kPiece + 13}) {
     for (const std::size_t misalignment : {0u, 1u, 64u}) {
       File file(directory + "/bytes", 6 * kPiece);
-      IoEngine engine(file.buffered, direct ? file.direct : -1, 3, kPiece);
+      IoEngine engine(file.buffered, direct ? file.direct : -1, 3, kPiece, misalignment == 1);
       Memory from(nbytes, misalignment), into(nbytes, misalignment);
       fill(from.data, nbytes, static_cast<unsigned>(nbytes + misalignment));
       std::vector<PieceRecord> records((nbytes + kPiece - 1) / kPiece);
@@ -137,7 +149,7 @@ void bytes_come_back(const std::string& directory, bool direct) {
 void faults_are_told_apart(const std::string& directory) {
   constexpr std::size_t kPiece = kBlock;
   File file(directory + "/faults", 4 * kPiece);
-  IoEngine engine(file.buffered, file.direct, 2, kPiece);
+  IoEngine engine(file.buffered, file.direct, 2, kPiece, false);
   Memory memory(4 * kPiece);
   fill(memory.data, 4 * kPiece, 3);
   std::vector<PieceRecord> records(4);
@@ -156,7 +168,7 @@ void faults_are_told_apart(const std::string& directory) {
 
   const int read_only = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
   {
-    IoEngine broken(read_only, -1, 1, kPiece);
+    IoEngine broken(read_only, -1, 1, kPiece, false);
     auto write = broken.submit(Op::write, {{memory.data, 0, kPiece, 0}}, records.data());
     write->wait(-1);
     require(write->failure().fault == Fault::system && write->failure().error == EBADF, "a system error has its errno");
@@ -180,9 +192,9 @@ void misuse_throws(const std::string& directory) {
     }
     return false;
   };
-  require(throws([&] { IoEngine(file.buffered, -1, 0, kBlock); }), "no threads are refused");
-  require(throws([&] { IoEngine(file.buffered, -1, 1, kBlock + 1); }), "odd piece sizes are refused");
-  IoEngine engine(file.buffered, -1, 1, kBlock);
+  require(throws([&] { IoEngine(file.buffered, -1, 0, kBlock, false); }), "no threads are refused");
+  require(throws([&] { IoEngine(file.buffered, -1, 1, kBlock + 1, false); }), "odd piece sizes are refused");
+  IoEngine engine(file.buffered, -1, 1, kBlock, false);
   const auto submit = [&](Piece piece) { engine.submit(Op::read, {piece}, records.data()); };
   require(throws([&] { submit({memory.data, 1, kBlock, 0}); }), "odd offsets are refused");
   require(throws([&] { submit({memory.data, 0, kBlock + 1, 0}); }), "a piece too long is refused");
@@ -196,7 +208,7 @@ void misuse_throws(const std::string& directory) {
 void many_threads_share_an_engine(const std::string& directory) {
   constexpr std::size_t kThreads = 4, kRounds = 40, kBytes = 3 * kBlock + 5, kRoom = 4 * kBlock;
   File file(directory + "/shared", kThreads * kRoom);
-  IoEngine engine(file.buffered, file.direct, 3, kBlock);
+  IoEngine engine(file.buffered, file.direct, 3, kBlock, false);
   std::atomic<std::uint64_t> expected{0}, announced{0};
   std::thread listener([&] {
     while (engine.next_notification()) announced.fetch_add(1);
@@ -233,7 +245,7 @@ void closing_waits_and_requests_outlive_the_engine(const std::string& directory)
   std::vector<PieceRecord> records(200);
   std::shared_ptr<Request> request;
   {
-    IoEngine engine(file.buffered, file.direct, 2, kBlock);
+    IoEngine engine(file.buffered, file.direct, 2, kBlock, false);
     request = engine.submit(Op::write, pieces_over(memory.data, kBytes, kBlock), records.data());
   }
   require(request->done() && !request->failure().failed(), "the destructor waits for what was submitted");
@@ -245,7 +257,7 @@ void a_forked_child_does_not_hang(const std::string& directory) {
   File file(directory + "/fork", kBytes);
   Memory memory(kBytes);
   std::vector<PieceRecord> records(200);
-  auto engine = std::make_unique<IoEngine>(file.buffered, file.direct, 2, kBlock);
+  auto engine = std::make_unique<IoEngine>(file.buffered, file.direct, 2, kBlock, false);
   auto request = engine->submit(Op::write, pieces_over(memory.data, kBytes, kBlock), records.data());
   const pid_t child = ::fork();
   if (child == 0) {
@@ -264,6 +276,136 @@ void a_forked_child_does_not_hang(const std::string& directory) {
   require(request->wait(-1) && !request->failure().failed(), "the parent goes on");
 }
 
+// A drive whose reads, or writes, at one offset do not come back before `release`.
+class Stalling {
+ public:
+  static Stalling& one() {
+    static Stalling stalling;
+    return stalling;
+  }
+  void stall(bool writes, std::int64_t at, int calls) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    writes_ = writes;
+    at_ = at;
+    left_ = calls;
+  }
+  void release() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    left_ = 0;
+    ++released_;
+    changed_.notify_all();
+  }
+  void pass(bool write, std::int64_t at) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (write != writes_ || at != at_ || left_ == 0) return;
+    --left_;
+    const int seen = released_;
+    changed_.wait(lock, [&] { return released_ != seen; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool writes_ = false;
+  std::int64_t at_ = 0;
+  int left_ = 0;
+  int released_ = 0;
+};
+
+class BadDrive {
+ public:
+  BadDrive() : before_(tiered::file_calls()) {
+    tiered::file_calls().read = [](int fd, void* into, std::size_t nbytes, std::int64_t offset) -> std::int64_t {
+      Stalling::one().pass(false, offset);
+      return ::pread(fd, into, nbytes, offset);
+    };
+    tiered::file_calls().write = [](int fd, const void* from, std::size_t nbytes, std::int64_t offset) -> std::int64_t {
+      Stalling::one().pass(true, offset);
+      return ::pwrite(fd, from, nbytes, offset);
+    };
+  }
+  ~BadDrive() { tiered::file_calls() = before_; }
+  BadDrive(const BadDrive&) = delete;
+  BadDrive& operator=(const BadDrive&) = delete;
+
+ private:
+  const tiered::FileCalls before_;
+};
+
+// The only piece that is out for long, once it is.
+tiered::Late the_late_one(const IoEngine& engine) {
+  while (true) {
+    const auto late = engine.late(0.02);
+    if (!late.empty()) return late.front();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+void a_late_read_is_made_again_and_its_first_harms_nothing(const std::string& directory) {
+  const BadDrive bad;
+  constexpr std::size_t kBytes = 8 * kBlock;
+  File file(directory + "/late", kBytes);
+  std::vector<PieceRecord> records(8);
+  IoEngine engine(file.buffered, file.direct, 1, kBlock, false);
+  auto from = std::make_unique<Memory>(kBytes);
+  fill(from->data, kBytes, 5);
+  engine.submit(Op::write, pieces_over(from->data, kBytes, kBlock), records.data())->wait(-1);
+  for (int round = 0; round < 3; ++round) {
+    Stalling::one().stall(false, 2 * kBlock, 1);
+    auto into = std::make_unique<Memory>(kBytes);
+    auto read = engine.submit(Op::read, pieces_over(into->data, kBytes, kBlock), records.data());
+    require(engine.replace(the_late_one(engine).id), "a late worker is replaced");
+    require(read->wait(-1) && !read->failure().failed(), "the second read counts");
+    require(std::memcmp(from->data, into->data, kBytes) == 0, "its bytes are right");
+    into.reset();  // the first read may not touch it now
+    Stalling::one().release();
+  }
+  engine.close(-1);
+  require(engine.counters().retries == 3 && engine.counters().stalls == 3, "retries are counted");
+}
+
+void what_is_given_up_touches_nothing(const std::string& directory) {
+  static const BadDrive& bad = *new BadDrive;  // stays, as the file does, for workers that are left behind
+  static_cast<void>(bad);
+  constexpr std::size_t kBytes = 8 * kBlock;
+  const std::string path = directory + "/given_up";
+  static File& file = *new File(path, kBytes);
+  ::unlink(path.c_str());
+  const std::size_t tasks_before = tasks();
+  for (const bool writes : {false, true}) {
+    IoEngine engine(file.buffered, file.direct, 2, kBlock, false);
+    Memory good(kBytes);
+    std::vector<PieceRecord> kept(8);
+    engine.submit(Op::write, pieces_over(good.data, kBytes, kBlock), kept.data())->wait(-1);
+    auto memory = std::make_unique<Memory>(kBytes, 8);
+    auto records = std::make_unique<std::vector<PieceRecord>>(kept);
+    Stalling::one().stall(writes, 3 * kBlock, 2);
+    auto request =
+        engine.submit(writes ? Op::write : Op::read, pieces_over(memory->data, kBytes, kBlock), records->data());
+    const auto late = the_late_one(engine);
+    require(late.offset == 3 * kBlock && (late.op == Op::write) == writes, "what is late is told");
+    engine.replace(late.id);
+    require(engine.give_up(late.id) && !engine.give_up(late.id), "a piece is given up once");
+    request->wait(-1);
+    require(request->failure().fault == Fault::stalled && request->failure().piece == 3, "it is a stall");
+    memory.reset();
+    records.reset();
+    auto refused = engine.submit(Op::write, pieces_over(good.data, kBytes, kBlock), kept.data());
+    require(refused->done() && refused->failure().fault == Fault::refused, "nothing is begun meanwhile");
+    require(state_of(kept[0]) == PieceState::invalid, "what was refused is not there");
+    if (writes) {
+      Stalling::one().release();
+      while (engine.submit(Op::write, pieces_over(good.data, kBytes, kBlock), kept.data())->failure().failed()) {
+      }
+      engine.close(-1);
+    } else {
+      require(engine.close(0.01) > 0, "closing leaves a call that does not come back");
+    }
+  }
+  Stalling::one().release();  // the workers that were left behind end by themselves
+  while (tasks() > tasks_before) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -277,5 +419,7 @@ int main(int argc, char** argv) {
   many_threads_share_an_engine(directory);
   closing_waits_and_requests_outlive_the_engine(directory);
   a_forked_child_does_not_hang(directory);
+  a_late_read_is_made_again_and_its_first_harms_nothing(directory);
+  what_is_given_up_touches_nothing(directory);
   return 0;
 }

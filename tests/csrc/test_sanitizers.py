@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = {
     # program in this directory: the sources in csrc/ it is built with
     "test_adam.cpp": ["adam.cpp", "adam_avx2.cpp", "adam_avx512.cpp", "thread_pool.cpp"],
-    "test_io_engine.cpp": ["crc32c.cpp", "io_engine.cpp"],
+    "test_io_engine.cpp": ["crc32c.cpp", "file.cpp", "io_engine.cpp", "io_workers.cpp"],
 }
 SANITIZERS = {
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],

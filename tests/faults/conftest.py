@@ -87,4 +87,20 @@ def run_mounted(run: Callable[..., Any]) -> Callable[..., Any]:
         allowed = False
     if not allowed:
         pytest.skip("private mounts need root and unshare(1)")
-    return lambda scenario, swap: run(scenario, swap, *MOUNTED)
+    return lambda scenario, swap, **environment: run(scenario, swap, *MOUNTED, **environment)
+
+
+@pytest.fixture
+def run_on_file_system(run_mounted: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """`run_mounted` of a scenario that makes a file system in a file; skips where no loop device is to be had."""
+    image, place = tmp_path / "probe", tmp_path / "place"
+    place.mkdir()
+    with image.open("wb") as file:
+        file.truncate(4 << 20)
+    try:
+        subprocess.run(["mkfs.ext4", "-q", "-F", image], check=True, capture_output=True, timeout=30)
+        mount = [*MOUNTED, "mount", "-o", "loop", str(image), str(place)]
+        subprocess.run(mount, check=True, capture_output=True, timeout=30)
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"a file system in a file needs mkfs.ext4 and loop devices: {error}")
+    return run_mounted

@@ -4,12 +4,14 @@ Usage: program.py SCENARIO SWAP_DIRECTORY. Run by the tests of this directory, w
 process, mounts and signals are real here and end with the process.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import re
 import resource
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import tiered
-from tiered.errors import TieredError
+from tiered.errors import StorageError, TieredError
 
 MIB = 1 << 20
 
@@ -254,11 +256,160 @@ def resident_peak(swap: Path) -> Any:
     return {"growth": peak - before, "host peak": used}
 
 
+def dead_drive(swap: Path, kind: str) -> Any:
+    """One of two drives stops answering reads, or writes, in the middle of a step, and never does again."""
+    sys.path.append(str(Path(__file__).parents[1]))
+    from bad_drives import bad_drives
+
+    from tiered.io import engine, portable
+
+    engine._CLOSE_SECONDS = portable._CLOSE_SECONDS = 0.3
+    good, dead = swap / "good", swap / "dead"
+    good.mkdir()
+    dead.mkdir()
+    seen: dict[str, Any] = {"errors": []}
+    with bad_drives() as drives:
+        model = chain()
+        tiered.shard(model, config(swap, nvme=[good, dead], host_budget="6MiB", drive_timeout_s=0.3))
+        optimizer = tiered.AdamW(model.parameters(), lr=1e-2)
+        steps(model, optimizer, 2)
+        drives.rule = lambda call: (
+            drives.stall() if call.write == (kind == "write") and call.path.startswith(str(dead)) else None
+        )
+        for _ in range(3):
+            try:
+                steps(model, optimizer, 1)
+            except TieredError as error:
+                number = error.errno if isinstance(error, StorageError) else None
+                seen["errors"].append([type(error).__name__, number, str(error)])
+        seen["steps"] = tiered.stats(model).steps
+        tiered.close(model, keep_weights=False)
+        seen["left"] = [len(os.listdir(path)) for path in (good, dead)]
+        seen["bytes"] = [p.untyped_storage().nbytes() for p in model.parameters() if not p.is_meta]
+        print(json.dumps(seen), flush=True)
+        os._exit(0)  # with the threads in the calls that never come back
+
+
+def dead_reads(swap: Path) -> Any:
+    return dead_drive(swap, "read")
+
+
+def dead_writes(swap: Path) -> Any:
+    return dead_drive(swap, "write")
+
+
+# --- real file systems; the mounts are private to this process, and end with it ---
+
+
+def file_system(swap: Path, mib: int, *made: str, options: str = "") -> str:
+    """Mounts a new file system of `mib` MiB in a file on `swap`; gives its device. `made`: mkfs and its options."""
+    image = swap.with_name("image")
+    with image.open("wb") as file:
+        file.truncate(mib * MIB)
+    subprocess.run([*made, "-q", "-F", str(image)], check=True)
+    subprocess.run(["mount", "-o", ",".join(filter(None, ["loop", options])), str(image), str(swap)], check=True)
+    found = subprocess.run(["findmnt", "-no", "SOURCE", str(swap)], check=True, capture_output=True, text=True)
+    return found.stdout.strip()
+
+
+def full_without_fallocate(swap: Path) -> Any:
+    """ext2 cannot reserve space: the C library writes to each block instead. Alone, and as the second of two drives."""
+    other = swap.with_name("other")
+    other.mkdir()
+    file_system(swap, 12, "mkfs.ext2", "-O", "^extent")
+    free = os.statvfs(swap).f_bavail
+    both = config(other, nvme=[other, swap], param_tier="nvme")
+    return {
+        "refused": [refusal(chain(6, 512), config(swap)), refusal(chain(8, 512), both)],
+        "given back": os.statvfs(swap).f_bavail == free,
+        "small": train(chain(2, 128), config(swap)),
+        "left": [os.listdir(swap), os.listdir(other)],
+    }
+
+
+def filled_by_another(swap: Path) -> Any:
+    """Another program takes all that is left of the drive once the model is sharded."""
+    file_system(swap, 64, "mkfs.ext4")
+    model = chain()
+    with tiered.shard(model, config(swap)):
+        optimizer = tiered.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5)
+        try:
+            with (swap / "other").open("wb", buffering=0) as other:
+                while other.write(bytes(MIB)):
+                    pass
+        except OSError as error:
+            full = error.errno
+        losses = steps(model, optimizer, 3)
+        return {"errno": full, "free": os.statvfs(swap).f_bfree, "losses": losses, "digest": digest(model, optimizer)}
+
+
+def _failing(swap: Path, fail: Callable[[str], None], mend: Callable[[], None] = bool, **settings: Any) -> Any:
+    """Trains two steps, lets the file system fail, and trains on; `mend` comes after the close."""
+    device = file_system(swap, 64, "mkfs.ext4", options="errors=remount-ro")
+    model = chain()
+    tiered.shard(model, config(swap, host_budget="6MiB", **settings))
+    optimizer = tiered.AdamW(model.parameters(), lr=1e-2)
+    losses = steps(model, optimizer, 2)
+    fail(device)
+    seen = []
+    try:
+        for _ in range(3):
+            try:
+                steps(model, optimizer, 1)
+                seen.append(["none", None, ""])
+            except TieredError as error:
+                seen.append([type(error).__name__, getattr(error, "errno", None), str(error)])
+        taken = tiered.stats(model).steps
+        tiered.close(model, keep_weights=False)
+    finally:
+        mend()
+    return {"losses": losses, "seen": seen, "steps": taken}
+
+
+def goes_read_only(swap: Path) -> Any:
+    return _failing(swap, lambda device: _trigger(device))
+
+
+def _trigger(device: str) -> None:
+    """An error of the file system, after which it takes no more writes."""
+    Path(f"/sys/fs/ext4/{os.path.basename(device)}/trigger_fs_error").write_text("1")
+
+
+def goes_away(swap: Path) -> Any:
+    return _failing(swap, lambda device: _ioctl(swap, 0x8004587D, 1))  # FS_IOC_SHUTDOWN, as of a drive pulled out
+
+
+def freezes(swap: Path) -> Any:
+    """The file system takes no write and gives no answer: a stall inside the kernel, which no signal ends."""
+    from tiered.io import engine
+
+    engine._CLOSE_SECONDS = 0.3
+
+    def freeze(device: str) -> None:
+        # whatever becomes of this process, its threads come back: nothing else could end them
+        thaw = (
+            "import fcntl, os, sys, time; time.sleep(60); fcntl.ioctl(os.open(sys.argv[1], os.O_RDONLY), 0xC0045878, 0)"
+        )
+        subprocess.Popen([sys.executable, "-c", thaw, str(swap)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        _ioctl(swap, 0xC0045877, 0)  # FIFREEZE
+
+    return _failing(swap, freeze, lambda: _ioctl(swap, 0xC0045878, 0), drive_timeout_s=0.3)  # FITHAW
+
+
+def _ioctl(path: Path, request: int, argument: int) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.ioctl(descriptor, request, struct.pack("I", argument))
+    finally:
+        os.close(descriptor)
+
+
 SCENARIOS: dict[str, Callable[[Path], Any]] = {
     function.__name__: function
     for function in (
         full, read_only, short_write, short_write_while_sharding, no_locked_memory, reference, no_extension, endless,
-        bounded_by_the_system, states_of_three_gib, resident_peak,
+        bounded_by_the_system, states_of_three_gib, resident_peak, dead_reads, dead_writes,
+        full_without_fallocate, filled_by_another, goes_read_only, goes_away, freezes,
     )
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered.errors import SwapFullError
+from tiered.errors import StorageError, SwapFullError
 from tiered.io.directory import claim
 from tiered.io.drive import BLOCK, Drive
 
@@ -113,3 +113,36 @@ def test_what_a_drive_kept_of_a_failed_growth_is_given_back(drive: Drive, monkey
     with pytest.raises(SwapFullError):
         drive.take(8 * BLOCK)
     assert os.stat(drive.path).st_size == drive.nbytes == BLOCK
+
+
+def test_where_space_cannot_be_reserved_every_byte_is_written(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(descriptor: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no")
+
+    monkeypatch.setattr(os, "posix_fallocate", unsupported)
+    first = drive.take(3 * BLOCK)
+    os.pwrite(drive.buffered_fd, b"kept", first)
+    drive.take((2 << 20) + BLOCK)
+    status = os.stat(drive.path)
+    assert status.st_size == drive.nbytes == (2 << 20) + 4 * BLOCK
+    assert status.st_blocks * 512 >= drive.nbytes
+    assert os.pread(drive.buffered_fd, 4, first) == b"kept"
+
+    def full(descriptor: int, data: memoryview, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(SwapFullError, match="bytes are free"):
+        drive.take(BLOCK)
+    assert os.stat(drive.path).st_size == drive.nbytes
+
+
+def test_a_drive_that_fails_while_it_grows_is_not_called_full(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(descriptor: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.EIO, "no")
+
+    monkeypatch.setattr(os, "posix_fallocate", fails)
+    with pytest.raises(StorageError, match="the drive needs a look") as caught:
+        drive.take(BLOCK)
+    assert not isinstance(caught.value, SwapFullError)
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, drive.path)

@@ -389,8 +389,8 @@ def test_removing_a_block_gives_its_memory_and_its_space_back(open_store: OpenSt
         store.release(block)
         store.remove(block)
     assert (store.host.used, list(store.blocks())) == (0, [])
-    assert store._space is not None
-    assert store._space.stats().drives[0].file_bytes == 5 * MIB
+    assert store.space is not None
+    assert store.space.stats().drives[0].file_bytes == 5 * MIB
 
 
 # --- page-locked memory ---

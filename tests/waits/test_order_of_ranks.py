@@ -143,7 +143,7 @@ def failing_read(inside: Any) -> None:
         ticket.finish(tiered.StorageError("the drive is gone"))
         return ticket
 
-    inside.runtime.store._space.read = broken
+    inside.runtime.store.space.read = broken
 
 
 def test_a_shard_that_cannot_be_read_is_an_error_on_the_rank_that_wants_it(two: Two, tmp_path: Path) -> None:

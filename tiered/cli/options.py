@@ -188,6 +188,9 @@ def _add_placement(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--nvme", action="append", type=Path, metavar="FOLDER", help="swap folder on a drive; repeat for several drives"
     )
+    group.add_argument(
+        "--drive-timeout", type=_positive, metavar="SECONDS", help="how long a drive may take over a transfer (30)"
+    )
     group.add_argument("--param-tier", metavar="TIER", default="auto", help="auto, device, host or nvme")
     group.add_argument("--optimizer-tier", metavar="TIER", default="auto", help="auto, device, host or nvme")
     group.add_argument(
@@ -352,6 +355,8 @@ def _config(given: argparse.Namespace, dtype: torch.dtype) -> tiered.Config:
     }  # fmt: skip
     if given.rank_timeout is not None:
         settings["rank_timeout_s"] = given.rank_timeout
+    if given.drive_timeout is not None:
+        settings["drive_timeout_s"] = given.drive_timeout
     if dtype != torch.float32:
         settings["precision"] = tiered.MixedPrecision(param_dtype=dtype)
     return tiered.Config(**settings)

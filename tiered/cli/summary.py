@@ -182,6 +182,9 @@ def _runtime_rows(stats: tiered.Stats) -> list[tuple[str, str]]:
         peak = format_size(stats.peak_bytes.get(tier, 0))
         rows.append((f"  {tier}", f"{format_size(read)} read, {format_size(written)} written, at most {peak} held"))
     stalled = {cause: seconds for cause, seconds in stats.stall_seconds.items() if seconds}
+    if stats.drive_retries or stats.drive_stalls:
+        text = f"{stats.drive_retries} reads made once more, {stats.drive_stalls} transfers late; see the warnings"
+        rows.append(("ailing drives", text))
     if stalled:
         rows.append(("seconds stalled", ", ".join(f"{cause} {seconds:.2f}" for cause, seconds in stalled.items())))
     if stats.skipped_steps:

@@ -8,8 +8,11 @@
     owner       which process that is, and whether it lives
     look        what is in such directories, for who only looks
     checksum    checksums of pieces, outside of an engine
+    resources   what a space holds of the system, and how it is given back
+    patience    what is done about a drive that is late, and what is said of one that fails
     engine      the interface of an I/O engine, the native one, and the choice between the two
     portable    the same interface on aiofiles, where the extension is missing
+    attempts    what it has queued and under way
 
 Knows addresses and byte counts; what they mean is the business of whoever allocated them.
 """

@@ -25,6 +25,8 @@ from tiered.io.directory import ClaimedDirectory
 BLOCK = 4096  # bytes; the granularity of direct I/O, for memory, offsets and lengths alike
 _LOGGER = logging.getLogger("tiered")
 _FILE_NAME = "swap"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_ZEROS_BYTES = 1 << 20
 
 
 class Drive:
@@ -157,10 +159,14 @@ class Drive:
     def _grow(self, nbytes: int) -> None:
         needed = nbytes - self.nbytes
         try:
-            os.posix_fallocate(self.buffered_fd, self.nbytes, needed)
+            _preallocate(self.buffered_fd, self.nbytes, needed)
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self.buffered_fd, self.nbytes)  # some file systems keep what they had got so far
+            if error.errno not in _FULL:
+                reason = os.strerror(error.errno or 0)
+                what = f"the swap file cannot grow by {needed} bytes to {nbytes}: {reason}; the drive needs a look"
+                raise StorageError(error.errno, what, self.path) from error
             raise SwapFullError(
                 error.errno,
                 f"no room to grow the swap file by {needed} bytes to {nbytes}: {os.strerror(error.errno or 0)}; "
@@ -212,3 +218,17 @@ def _plain_size(descriptor: int, path: str) -> int:
         os.close(descriptor)
         raise SwapDirectoryError(errno.EPERM, "it is no plain file of this user with one name, so it is not used", path)
     return status.st_size
+
+
+def _preallocate(descriptor: int, start: int, nbytes: int) -> None:
+    """Room on the drive for every byte of a range; raises OSError. Where the file system cannot reserve any, the C
+    library writes to each block instead, and where that does not either it is done here."""
+    try:
+        os.posix_fallocate(descriptor, start, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        zeros = memoryview(bytes(min(_ZEROS_BYTES, nbytes)))
+        at, stop = start, start + nbytes
+        while at < stop:
+            at += os.pwrite(descriptor, zeros[: stop - at], at)

@@ -8,11 +8,16 @@ parallel, and keeps a record of each piece in a table that the caller owns:
       `--read--> zeros
 
 Invariants (both engines; csrc/io_engine.h states them for the native one):
-1. A piece is moved whole, or its request fails; a failed request still attempts its other pieces.
+1. A piece is moved whole, or its request fails; a failed request still attempts its other pieces. A read that failed
+   on its way (`Failure.transient`) is made once more before it fails.
 2. The engine turns WRITING into VALID or INVALID and stores the checksum; the caller sets WRITING before it submits.
 3. Callbacks run once, also after a failure, on the engine's completion thread, or at once where the request is done.
 4. `close()` waits for everything submitted. After it, and in a forked child, `submit` raises UsageError.
-5. Nothing of an engine keeps the interpreter from ending: threads are daemons, blocking calls into the extension are
+5. What has been out for long is told by `late`, and ended only by `give_up`. A request that is done never touches its
+   memory again, whatever a call that was given up still does: reads go to memory of the engine's own and are copied
+   from there, unless the engine was opened `in_place`, and then nothing is late. While such a call is out, whatever is
+   submitted fails at once: no two writes of a piece race.
+6. Nothing of an engine keeps the interpreter from ending: threads are daemons, blocking calls into the extension are
    counted, and `close()`, which SwapSpace runs before the interpreter goes, ends them all.
 
 Checksums are the engine's own affair (native: CRC-32C, portable: zlib's CRC-32): a table never outlives its engine.
@@ -23,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import itertools
 import logging
 import os
@@ -41,7 +47,7 @@ from tiered.io.drive import Drive
 
 _LOGGER = logging.getLogger("tiered")
 _POLL_SECONDS = 0.1  # how often a wait comes back to Python, so that Ctrl-C is seen
-_CLOSE_SECONDS = 10.0  # how long close() waits for a callback that does not return
+_CLOSE_SECONDS = 10.0  # how long close() waits for a callback, or a late call, that does not return
 
 Mode = Literal["native", "portable"]
 Records = npt.NDArray[np.void]
@@ -55,6 +61,11 @@ class PieceState(enum.IntEnum):
     WRITING = 1
     VALID = 2
     INVALID = 3
+
+
+# A transfer went wrong on its way, so that another may go well: EIO, and what the block layer itself says of a medium,
+# its protection, a lost command and a link.
+TRANSIENT = {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.ETIMEDOUT, errno.ENOLINK, errno.EREMOTEIO}
 
 
 class Piece(NamedTuple):
@@ -71,21 +82,50 @@ class Failure:
     """Why a request failed, for its lowest failed piece.
 
     `fault` is "system" (a system call, see `errno`), "short_end" (the file ended), "checksum" (other bytes than were
-    written) or "invalid" (the last write of the piece failed or has not finished).
+    written), "invalid" (the last write of the piece failed or has not finished), "stalled" (given up after `seconds`)
+    or "refused" (not begun, as another was given up and has not come back).
     """
 
     fault: str
     errno: int
     piece: int
+    seconds: float = 0.0
+
+    @property
+    def transient(self) -> bool:
+        """Whether reading the piece once more may help."""
+        return self.fault == "checksum" or (self.fault == "system" and self.errno in TRANSIENT)
+
+
+class Late(NamedTuple):
+    """A piece whose call has been out for `seconds`."""
+
+    id: int
+    write: bool
+    offset: int
+    nbytes: int
+    seconds: float
+
+
+class Trouble(NamedTuple):
+    """A read that failed by `fault` (and `errno`) and was made once more."""
+
+    fault: str
+    errno: int
+    offset: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Totals of one engine: bytes of pieces that succeeded, and seconds with at least one piece in flight."""
+    """Totals of one engine: bytes of pieces that succeeded, seconds with at least one piece in flight, reads made once
+    more (after a failure, or as they were late), and calls that were late."""
 
     bytes_read: int
     bytes_written: int
     busy_seconds: float
+    retries: int
+    stalls: int
 
 
 class Submission(Protocol):
@@ -120,8 +160,22 @@ class Engine(Protocol):
     def in_callback(self) -> bool:
         """Whether the caller is a callback of this engine, which must not close it."""
 
-    def close(self) -> None:
-        """Waits for everything submitted and ends the threads. Idempotent; not from a callback."""
+    def late(self, seconds: float) -> Sequence[Late]:
+        """What has been out for more than `seconds`."""
+
+    def replace(self, id: int) -> bool:
+        """Gives the thread of a late call a substitute, which for a read begins by making it again. False where it has
+        come back, was replaced before, or the system has no thread."""
+
+    def give_up(self, id: int) -> bool:
+        """Ends a late piece as "stalled" and what is queued as "refused". False where it has come back."""
+
+    def troubles(self) -> Sequence[Trouble]:
+        """The reads made once more after a failure, since the last call."""
+
+    def close(self) -> int:
+        """Waits for everything submitted, a while for late calls, and ends the threads. Gives how many calls had to be
+        left to the system: the descriptors then stay open. Idempotent; not from a callback."""
 
 
 class CompletionThread:
@@ -180,7 +234,7 @@ class _NativeRequest(Protocol):
 
     def done(self) -> bool: ...
     def wait(self, seconds: float) -> bool: ...
-    def failure(self) -> tuple[str, int, int] | None: ...
+    def failure(self) -> tuple[str, int, int, float] | None: ...
     def notify(self, token: int) -> bool: ...
 
 
@@ -189,8 +243,10 @@ class NativeEngine:
 
     mode: Mode = "native"
 
-    def __init__(self, native: types.ModuleType, drive: Drive, *, threads: int, piece_bytes: int) -> None:
-        self._engine = native.IoEngine(drive.buffered_fd, drive.direct_fd, threads, piece_bytes)
+    def __init__(
+        self, native: types.ModuleType, drive: Drive, *, threads: int, piece_bytes: int, in_place: bool
+    ) -> None:
+        self._engine = native.IoEngine(drive.buffered_fd, drive.direct_fd, threads, piece_bytes, in_place)
         self._owner = os.getpid()
         self._lock = threading.Lock()  # guards what follows
         self._tokens = itertools.count()
@@ -205,6 +261,18 @@ class NativeEngine:
 
     def counters(self) -> Counters:
         return Counters(*self._engine.counters())
+
+    def late(self, seconds: float) -> Sequence[Late]:
+        return [Late(*each) for each in self._engine.late(seconds)]
+
+    def replace(self, id: int) -> bool:
+        return bool(self._engine.replace(id))
+
+    def give_up(self, id: int) -> bool:
+        return bool(self._engine.give_up(id))
+
+    def troubles(self) -> Sequence[Trouble]:
+        return [Trouble(*each) for each in self._engine.troubles()]
 
     def in_callback(self) -> bool:
         return self._completion.is_current()
@@ -235,18 +303,19 @@ class NativeEngine:
                 del self._callbacks[token]
             run_callback(fn)
 
-    def close(self) -> None:
+    def close(self) -> int:
         if os.getpid() != self._owner:
-            return  # invariant 4: the threads are the parent's
+            return 0  # invariant 4: the threads are the parent's
         with self._lock:
             if self._closed:
-                return
+                return 0
             self._closed = True
-        self._engine.close()
+        behind: int = self._engine.close(_CLOSE_SECONDS)
         self._completion.join()
         deadline = time.monotonic() + _CLOSE_SECONDS
         while self._inside and time.monotonic() < deadline:
             time.sleep(0.001)  # every request is done, so whoever is inside is on the way out
+        return behind
 
     def _next_callback(self) -> Callable[[], None] | None:
         with self.blocking():
@@ -293,14 +362,14 @@ class _NativeSubmission:
             self._engine.notify(self._request, fn)
 
 
-def open_engine(drive: Drive, *, threads: int, piece_bytes: int) -> Engine:
+def open_engine(drive: Drive, *, threads: int, piece_bytes: int, in_place: bool) -> Engine:
     """The engine that `chosen_mode` names; raises ValueError or UsageError on impossible sizes."""
     native = load_native()
     if native is not None:
-        return NativeEngine(native, drive, threads=threads, piece_bytes=piece_bytes)
+        return NativeEngine(native, drive, threads=threads, piece_bytes=piece_bytes, in_place=in_place)
     from tiered.io.portable import PortableEngine  # it imports this module's interface
 
-    return PortableEngine(drive, threads=threads, piece_bytes=piece_bytes)
+    return PortableEngine(drive, threads=threads, piece_bytes=piece_bytes, in_place=in_place)
 
 
 def chosen_mode() -> Mode:

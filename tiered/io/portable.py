@@ -3,9 +3,10 @@
 Same interface, same invariants (tiered/io/engine.py), same results; slower, as every piece passes through Python.
 
 1. One open file for each piece that may be in flight: a file has one position, so it serves one piece at a time.
-2. The event loop only hands out work. Reads, writes and checksums run on `threads` executor threads.
+2. The event loop only hands out work. Reads, writes, checksums and copies run on `threads` executor threads, and one
+   more, with a file, for each call that is late.
 3. Always buffered I/O. Checksums are zlib's CRC-32.
-4. Whatever goes wrong with a piece, it is counted as finished: a wait never hangs.
+4. Whatever goes wrong with a piece, it is settled, and once: by whoever claims it under the lock. A wait never hangs.
 5. The executor is our own, as the standard one refuses work once the interpreter is ending, before close() could run.
 """
 
@@ -18,33 +19,22 @@ import logging
 import os
 import queue
 import threading
-import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor, Future
 from typing import ParamSpec, Protocol, TypeVar
 
 import aiofiles
-import numpy as np
 
 from tiered.errors import UsageError
+from tiered.io.attempts import Attempt, Attempts, Callback, Submitted
 from tiered.io.drive import Drive
-from tiered.io.engine import (
-    CompletionThread,
-    Counters,
-    Failure,
-    Mode,
-    Piece,
-    PieceState,
-    Records,
-    run_callback,
-    usable,
-)
+from tiered.io.engine import CompletionThread, Counters, Failure, Late, Mode, Piece, Records, Trouble, usable
 
 _LOGGER = logging.getLogger("tiered")
+_CLOSE_SECONDS = 10.0  # how long close() waits for late calls
 _notice_given = threading.Event()
 
-Callback = Callable[[], None]
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -65,17 +55,27 @@ class _Workers(Executor):
         self._threads: list[threading.Thread] = []
         try:
             for _ in range(count):
-                thread = threading.Thread(target=self._run, name="tiered-io-portable", daemon=True)
-                thread.start()
-                self._threads.append(thread)
+                self.add()
         except BaseException:
             self.shutdown()
             raise
+
+    def add(self) -> None:
+        """One thread more."""
+        thread = threading.Thread(target=self._run, name="tiered-io-portable", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def remove(self) -> None:
+        """One thread less, when one has nothing to do."""
+        self._work.put(None)
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
         future: Future[_T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(fn(*args, **kwargs))
             except BaseException as error:
@@ -85,67 +85,15 @@ class _Workers(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Ends the threads after what was submitted."""
+        """Ends the threads after what was submitted; `wait=False` leaves those that are in a call."""
         for _ in self._threads:
             self._work.put(None)
         for thread in self._threads:
-            thread.join()
+            thread.join(None if wait else 0.1)
 
     def _run(self) -> None:
         while (run := self._work.get()) is not None:
             run()
-
-
-class _PortableSubmission:
-    """One request: its pieces, and how many are still to finish."""
-
-    def __init__(self, engine: PortableEngine, pieces: Sequence[Piece], records: Records) -> None:
-        self.pieces = list(pieces)
-        self.records = records
-        self._engine = engine
-        self._lock = threading.Lock()  # guards what follows
-        self._remaining = len(self.pieces)
-        self._failure: Failure | None = None
-        self._callbacks: list[Callback] = []
-        self._finished = threading.Event()
-        if not self.pieces:
-            self._finished.set()
-
-    def done(self) -> bool:
-        return self._finished.is_set()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        if not self.done():
-            usable(self._engine.owner, closed=False)
-        return self._finished.wait(timeout)
-
-    def failure(self) -> Failure | None:
-        if not self.done():
-            return None
-        with self._lock:
-            return self._failure
-
-    def add_done_callback(self, fn: Callback) -> None:
-        if not self.done():
-            usable(self._engine.owner, closed=False)
-        self._engine.completion.start()
-        with self._lock:
-            if not self.done():
-                self._callbacks.append(fn)
-                return
-        run_callback(fn)
-
-    def finish(self, failure: Failure | None) -> list[Callback]:
-        """Counts one piece as finished; gives the callbacks to run after the last."""
-        with self._lock:
-            if failure is not None and (self._failure is None or failure.piece < self._failure.piece):
-                self._failure = failure
-            self._remaining -= 1
-            if self._remaining:
-                return []
-            self._finished.set()
-            callbacks, self._callbacks = self._callbacks, []
-        return callbacks
 
 
 class PortableEngine:
@@ -153,153 +101,198 @@ class PortableEngine:
 
     mode: Mode = "portable"
 
-    def __init__(self, drive: Drive, *, threads: int, piece_bytes: int) -> None:
+    def __init__(self, drive: Drive, *, threads: int, piece_bytes: int, in_place: bool) -> None:
         if threads < 1 or piece_bytes < 1:
             raise UsageError(f"threads and piece_bytes must be positive, got {threads} and {piece_bytes}")
         _give_notice()
-        self.owner = os.getpid()
+        self._owner = os.getpid()
+        self._drive = drive
+        self._in_place = in_place
         self._completed: queue.SimpleQueue[Callback | None] = queue.SimpleQueue()
-        self.completion = CompletionThread(self._completed.get)
-        self._lock = threading.Lock()  # guards _closed and _tally
-        self._closed = False
-        self._tally = _Tally()
+        self._completion = CompletionThread(self._completed.get)
+        self._attempts = Attempts(self._completed.put)
         self._descriptors: list[int] = []
-        self._files: asyncio.Queue[_File] = asyncio.Queue()  # idle ones; this and the tasks belong to the loop's thread
+        self._idle: list[_File] = []  # this and the tasks belong to the loop's thread
         self._tasks: set[asyncio.Task[None]] = set()
         self._executor = _Workers(threads)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tiered-io-portable-loop", daemon=True)
         self._thread.start()
         try:
-            asyncio.run_coroutine_threadsafe(self._open_files(drive, threads), self._loop).result()
+            asyncio.run_coroutine_threadsafe(self._open_files(threads), self._loop).result()
         except BaseException:
             self.close()
             raise
 
-    def submit(self, write: bool, pieces: Sequence[Piece], records: Records) -> _PortableSubmission:
-        usable(self.owner, closed=False)  # before the lock, which a fork may have left locked
-        submission = _PortableSubmission(self, pieces, records)
-        with self._lock:
-            usable(self.owner, self._closed)
-            for index in range(len(submission.pieces)):
-                self._loop.call_soon_threadsafe(self._start, write, submission, index)
-        return submission
+    def submit(self, write: bool, pieces: Sequence[Piece], records: Records) -> Submitted:
+        usable(self._owner, closed=False)  # before a lock, which a fork may have left locked
+        submitted = Submitted(self._completion, write, pieces, records)
+        self._attempts.add(submitted)
+        if submitted.pieces:
+            self._loop.call_soon_threadsafe(self._dispatch)
+        return submitted
 
     def counters(self) -> Counters:
-        if os.getpid() != self.owner:
-            return Counters(0, 0, 0.0)
-        with self._lock:
-            return Counters(self._tally.read, self._tally.written, self._tally.busy_seconds)
+        return self._attempts.counters() if os.getpid() == self._owner else Counters(0, 0, 0.0, 0, 0)
+
+    def late(self, seconds: float) -> list[Late]:
+        return [] if self._in_place else self._attempts.late(seconds)
+
+    def replace(self, id: int) -> bool:
+        if (late := self._attempts.find(id)) is None or late.replaced:
+            return False
+        try:
+            self._executor.add()
+            late.replaced = True
+            self._loop.call_soon_threadsafe(self._run, self._substitute(late))
+        except RuntimeError:  # no thread, or it has come back and the loop is closed
+            return False
+        return True
+
+    def give_up(self, id: int) -> bool:
+        return self._attempts.give_up(id)
+
+    def troubles(self) -> list[Trouble]:
+        return self._attempts.troubles() if os.getpid() == self._owner else []
 
     def in_callback(self) -> bool:
-        return self.completion.is_current()
+        return self._completion.is_current()
 
-    def close(self) -> None:
-        if os.getpid() != self.owner:
-            return  # the loop and its thread are the parent's
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        asyncio.run_coroutine_threadsafe(self._drain(), self._loop).result()
+    def close(self) -> int:
+        if os.getpid() != self._owner or not self._attempts.close():
+            return 0  # the loop and its thread are the parent's
+        behind = self._attempts.drain(_CLOSE_SECONDS)
+        asyncio.run_coroutine_threadsafe(self._end(leaving=behind > 0), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        self._executor.shutdown()
-        for descriptor in self._descriptors:
-            os.close(descriptor)
+        self._executor.shutdown(wait=behind == 0)
+        if not behind:
+            for descriptor in self._descriptors:
+                os.close(descriptor)
         self._completed.put(None)
-        self.completion.join()
+        self._completion.join()
+        return behind
 
     # --- on the loop's thread ---------------------------------------------------------------------------------------
 
-    async def _open_files(self, drive: Drive, count: int) -> None:
+    async def _open_files(self, count: int) -> None:
         for _ in range(count):
-            # Ours to close: once the interpreter is going the executor refuses, and aiofiles could close nothing.
-            descriptor = drive.reopen()
-            self._descriptors.append(descriptor)
-            file = await aiofiles.open(descriptor, "r+b", buffering=0, closefd=False, executor=self._executor)
-            self._files.put_nowait(file)
+            self._idle.append(await self._open_file())
 
-    def _start(self, write: bool, submission: _PortableSubmission, index: int) -> None:
-        task = self._loop.create_task(self._move(write, submission, index))
+    async def _open_file(self) -> _File:
+        # Ours to close: once the interpreter is going the executor refuses, and aiofiles could close nothing.
+        descriptor = self._drive.reopen()
+        self._descriptors.append(descriptor)
+        file: _File = await aiofiles.open(descriptor, "r+b", buffering=0, closefd=False, executor=self._executor)
+        return file
+
+    def _dispatch(self) -> None:
+        while self._idle and (attempt := self._attempts.take()) is not None:
+            self._run(self._attempt(attempt, self._idle.pop()))
+
+    def _run(self, work: Coroutine[object, object, None]) -> None:
+        task = self._loop.create_task(work)
         self._tasks.add(task)  # the loop itself keeps only weak references to tasks
         task.add_done_callback(self._tasks.discard)
 
-    async def _drain(self) -> None:
-        # Pieces were handed to the loop before this coroutine, so each of them is a task by now.
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+    async def _end(self, *, leaving: bool) -> None:
+        tasks = list(self._tasks)
+        for task in tasks if leaving else ():
+            task.cancel()  # its thread stays in the call, and finds nobody to tell
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _move(self, write: bool, submission: _PortableSubmission, index: int) -> None:
-        piece = submission.pieces[index]
-        record = submission.records[piece.record]
-        file = await self._files.get()
-        with self._lock:
-            self._tally.begin()
-        blank = record["state"] == PieceState.BLANK  # read as zeros, without I/O
-        failure: Failure | None = Failure("system", errno.EIO, index)  # should anything but OSError come up
+    async def _substitute(self, late: Attempt) -> None:
         try:
-            fault = await (self._write if write else self._read)(file, piece, record)
-            failure = None if fault is None else Failure(fault, 0, index)
-        except OSError as error:
-            failure = Failure("system", error.errno or errno.EIO, index)
-        finally:
-            if write:
-                record["state"] = PieceState.INVALID if failure else PieceState.VALID
-            self._files.put_nowait(file)
-            with self._lock:
-                self._tally.end(write, 0 if failure or blank else piece.nbytes)
-            for fn in submission.finish(failure):
-                self._completed.put(fn)
-
-    async def _write(self, file: _File, piece: Piece, record: np.void) -> str | None:
-        view = _view(piece)
-        record["checksum"] = await self._loop.run_in_executor(self._executor, zlib.crc32, view)
-        await file.seek(piece.offset)
-        while len(view):
-            view = view[await file.write(view) :]
-        return None
-
-    async def _read(self, file: _File, piece: Piece, record: np.void) -> str | None:
-        if record["state"] == PieceState.BLANK:
-            ctypes.memset(piece.address, 0, piece.nbytes)
-            return None
-        if record["state"] != PieceState.VALID:
-            return "invalid"
-        view = rest = _view(piece)
-        await file.seek(piece.offset)
-        while len(rest):
-            got = await file.readinto(rest)
-            if got == 0:
-                return "short_end"
-            rest = rest[got:]
-        checksum = await self._loop.run_in_executor(self._executor, zlib.crc32, view)
-        return None if checksum == record["checksum"] else "checksum"
-
-
-class _Tally:
-    """Bytes moved and seconds busy, with the same meaning as the native engine's."""
-
-    def __init__(self) -> None:
-        self.read = self.written = self._in_flight = 0
-        self.busy_seconds = self._busy_since = 0.0
-
-    def begin(self) -> None:
-        """Counts a piece as in flight."""
-        if self._in_flight == 0:
-            self._busy_since = time.monotonic()
-        self._in_flight += 1
-
-    def end(self, write: bool, nbytes: int) -> None:
-        """Counts a piece as finished, `nbytes` of it moved."""
-        self._in_flight -= 1
-        if self._in_flight == 0:
-            self.busy_seconds += time.monotonic() - self._busy_since
-        if write:
-            self.written += nbytes
+            file = await self._open_file()
+        except OSError:
+            late.replaced = False  # and keeps its file
+            self._executor.remove()
+            return
+        if late.of.write:
+            self._give_back(file)
         else:
-            self.read += nbytes
+            await self._attempt(Attempt.at(late.of, late.index, first=False), file)
+
+    def _give_back(self, file: _File) -> None:
+        self._idle.append(file)
+        self._dispatch()
+
+    async def _attempt(self, attempt: Attempt, file: _File) -> None:
+        try:
+            if attempt.of.write:
+                attempt.record["checksum"] = await self._in_thread(zlib.crc32, _view(attempt.piece))
+            if self._attempts.begin(attempt):
+                try:
+                    await (self._write if attempt.of.write else self._read)(file, attempt)
+                except OSError as error:
+                    attempt.failure = Failure("system", error.errno or errno.EIO, attempt.index)
+                finally:
+                    self._attempts.back(attempt)
+        finally:
+            if self._attempts.claim(attempt):
+                await self._deliver(attempt)
+            if attempt.replaced:
+                self._executor.remove()
+            else:
+                self._give_back(file)
+
+    async def _deliver(self, attempt: Attempt) -> None:
+        """Ends a claimed piece, with its bytes in the caller's memory."""
+        piece = attempt.piece
+        try:
+            if attempt.blank:
+                await self._in_thread(ctypes.memset, piece.address, 0, piece.nbytes)
+            elif attempt.data is not None and attempt.failure is None:
+                await self._in_thread(_copy, attempt.data, _view(piece))
+        except BaseException:
+            attempt.failure = Failure("system", errno.EIO, attempt.index)
+            raise
+        finally:
+            self._attempts.settle(attempt)
+
+    async def _write(self, file: _File, attempt: Attempt) -> None:
+        view = _view(attempt.piece)
+        await file.seek(attempt.piece.offset)
+        while len(view):
+            moved = await file.write(view)
+            if moved == 0:
+                attempt.failure = Failure("short_end", 0, attempt.index)
+                return
+            view = view[moved:]
+        attempt.failure = None
+
+    async def _read(self, file: _File, attempt: Attempt) -> None:
+        """Reads the piece, and once more where that may help."""
+        checksum = int(attempt.record["checksum"])
+        piece = attempt.piece
+        view = _view(piece) if self._in_place else memoryview(bytearray(piece.nbytes))
+        attempt.data = None if self._in_place else view
+        attempt.failure = await self._read_once(file, attempt, view, checksum)
+        if attempt.failure is not None and attempt.failure.transient:
+            attempt.trouble = attempt.failure
+            attempt.failure = await self._read_once(file, attempt, view, checksum)
+
+    async def _read_once(self, file: _File, attempt: Attempt, view: memoryview, checksum: int) -> Failure | None:
+        rest = view
+        try:
+            await file.seek(attempt.piece.offset)
+            while len(rest):
+                got = await file.readinto(rest)
+                if got == 0:
+                    return Failure("short_end", 0, attempt.index)
+                rest = rest[got:]
+        except OSError as error:
+            return Failure("system", error.errno or errno.EIO, attempt.index)
+        right = await self._in_thread(zlib.crc32, view) == checksum
+        return None if right else Failure("checksum", 0, attempt.index)
+
+    def _in_thread(self, fn: Callable[..., _T], *arguments: object) -> asyncio.Future[_T]:
+        return self._loop.run_in_executor(self._executor, fn, *arguments)
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    target[:] = source
 
 
 def _view(piece: Piece) -> memoryview:

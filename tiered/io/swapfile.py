@@ -10,7 +10,10 @@ Invariants:
 5. Bytes of the last commit are not overwritten before the next one, and are there after the process has died.
 6. `close()` waits for I/O, then removes every file and directory this space made, also after failures. It runs by
    itself when the space is collected or the interpreter ends; in a forked child it does nothing. What is committed
-   stays on the drives where the program ends by an error, or `generations.left` says so.
+   stays on the drives where the program ends by an error, or `generations.left` says so. What a drive that does not
+   answer still holds is left, by name: its threads, descriptors and directory.
+7. No transfer takes for ever: one that a drive does not finish within the limit is tried again if it is a read, and
+   ends as a StorageError within twice the limit (patience.py).
 
 Thread-safe. Leaves to the caller: keeping memory alive until a ticket is done, and what the bytes mean.
 """
@@ -19,9 +22,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
+import logging
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -29,16 +31,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tiered.errors import ConfigError, StorageError, TieredError, UsageError
+from tiered.errors import ConfigError, UsageError
 from tiered.io.commit import Identity
-from tiered.io.directory import ClaimedDirectory, check, claim
-from tiered.io.drive import BLOCK, Drive
-from tiered.io.engine import RECORD, Engine, Mode, Piece, PieceState, chosen_mode, open_engine, usable
+from tiered.io.directory import check
+from tiered.io.drive import BLOCK
+from tiered.io.engine import RECORD, Mode, Piece, PieceState, chosen_mode, usable
 from tiered.io.extent import Extent, Stripes
 from tiered.io.generations import Durability, Generations
+from tiered.io.resources import Resources
 from tiered.io.transfer import Ticket, Transfer, TransferPart
 
 __all__ = ["DriveStats", "Extent", "SwapSpace", "SwapStats", "Ticket"]
+_LOGGER = logging.getLogger("tiered")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,8 @@ class DriveStats:
     bytes_written: int
     busy_seconds: float
     file_bytes: int  # preallocated, in use or free
+    retries: int  # reads made once more, after a failure or as they were late: of a healthy drive 0
+    stalls: int  # transfers that were late
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,65 +66,9 @@ class SwapStats:
     mode: Mode
     bytes_read: int
     bytes_written: int
+    retries: int
+    stalls: int
     drives: tuple[DriveStats, ...]
-
-
-class _Resources:
-    """What a swap space holds of the system, apart from the space, so that it can be released after it is collected."""
-
-    def __init__(self, generations: Generations | None) -> None:
-        self.claims: list[ClaimedDirectory] = []
-        self.drives: list[Drive] = []
-        self.engines: list[Engine] = []
-        self.generations = generations
-
-    def claim(self, directories: Sequence[str | os.PathLike[str]], rank: int) -> None:
-        """Claims a place in each directory."""
-        if self.generations is not None:
-            self.claims = self.generations.open(directories, rank)
-            return
-        for path in directories:
-            self.claims.append(claim(path, rank))
-
-    def open(self, claimed: ClaimedDirectory, threads: int, piece_bytes: int) -> None:
-        """Opens a drive and an engine in a directory."""
-        existing = self.generations is not None and self.generations.adopted
-        try:
-            self.drives.append(Drive(claimed, direct=chosen_mode() == "native", existing=existing))
-            self.engines.append(open_engine(self.drives[-1], threads=threads, piece_bytes=piece_bytes))
-        except TieredError:
-            raise
-        except (OSError, RuntimeError) as error:
-            number = getattr(error, "errno", None) or errno.EAGAIN
-            what = f"{threads} I/O threads with their files cannot be had: {error}; give fewer, or raise the limits"
-            raise StorageError(number, what, claimed.path) from error
-
-    def in_callback(self) -> bool:
-        """Whether the caller is a completion callback."""
-        return any(engine.in_callback() for engine in self.engines)
-
-    def release(self) -> None:
-        """Waits for I/O, closes the files, removes the directories; each step also when another one failed."""
-        generations = self.generations
-        leaves = generations is not None and (
-            generations.untouched or (generations.committed and (generations.left or _ending_by_an_error()))
-        )
-        with contextlib.ExitStack() as stack:
-            for claimed in self.claims:
-                stack.callback(claimed.leave if leaves else claimed.release)
-            if generations is not None:
-                stack.callback(generations.close)
-            for drive in self.drives:
-                stack.callback(drive.close)
-            for engine in self.engines:
-                stack.callback(engine.close)
-
-    def release_collected(self) -> None:
-        """`release` for a space nobody closed, which the last callback of a ticket may have held."""
-        if self.in_callback():
-            threading.Thread(target=self.release, name="tiered-io-release").start()
-        else:
-            self.release()
 
 
 class SwapSpace:
@@ -129,6 +79,7 @@ class SwapSpace:
         rank: of this process, part of the names on disk.
         threads: I/O threads for each drive, and so the pieces in flight on it.
         piece_bytes: what is moved and checked at once; a positive multiple of 4096.
+        timeout_s: how long a drive may take over a piece before it is late; None: for ever.
         identity: whose generations are committed; None: nothing is. durability: see `generations`.
 
     Raises ConfigError for impossible sizes, SwapDirectoryError naming the directory, SwapFullError where a drive is
@@ -142,10 +93,13 @@ class SwapSpace:
         rank: int = 0,
         threads: int = 8,
         piece_bytes: int = 1 << 20,
+        timeout_s: float | None = 30.0,
         identity: Identity | None = None,
         durability: Durability = "process",
     ) -> None:
         _check_settings(directories, rank, threads, piece_bytes)
+        if timeout_s is not None and not 0 < timeout_s < float("inf"):
+            raise ConfigError(f"timeout_s: expected seconds above 0, or None, got {timeout_s}")
         for path in directories:
             check(path)
         self._piece_bytes = piece_bytes
@@ -158,13 +112,14 @@ class SwapSpace:
             layout = f"{identity.layout} {chosen_mode()} {piece_bytes}"
             identity = dataclasses.replace(identity, layout=layout)
         self.generations = None if identity is None else Generations(identity, durability)
-        self._resources = _Resources(self.generations)
+        self._resources = Resources(self.generations, timeout_s)
         try:
             self._resources.claim(directories, rank)
             for claimed in self._resources.claims:
                 self._resources.open(claimed, threads, piece_bytes)
             if self.generations is not None:
                 self.generations.attach(self._resources.drives)
+            self._resources.patience.start()
         except BaseException:
             self._resources.release()
             raise
@@ -338,12 +293,20 @@ class SwapSpace:
     # --- the whole ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> SwapStats:
-        """Bytes moved so far; also after `close`."""
+        """What was moved so far, and what drives needed another try for; also after `close`."""
         resources = self._resources
+        resources.patience.report()
         counters = [engine.counters() for engine in resources.engines]
         drives = tuple(
             DriveStats(
-                drive.path, drive.direct, count.bytes_read, count.bytes_written, count.busy_seconds, drive.nbytes
+                path=drive.path,
+                direct=drive.direct,
+                bytes_read=count.bytes_read,
+                bytes_written=count.bytes_written,
+                busy_seconds=count.busy_seconds,
+                file_bytes=drive.nbytes,
+                retries=count.retries,
+                stalls=count.stalls,
             )
             for drive, count in zip(resources.drives, counters, strict=True)
         )
@@ -351,6 +314,8 @@ class SwapSpace:
             self.mode,
             sum(count.bytes_read for count in counters),
             sum(count.bytes_written for count in counters),
+            sum(count.retries for count in counters),
+            sum(count.stalls for count in counters),
             drives,
         )
 
@@ -368,11 +333,6 @@ class SwapSpace:
                 self._closed = True
             if self._finalizer.detach() is not None:
                 self._resources.release()
-
-
-def _ending_by_an_error() -> bool:
-    """The interpreter ends, and what ends it is an exception that nobody caught."""
-    return not threading.main_thread().is_alive() and getattr(sys, "last_value", None) is not None
 
 
 def _check_settings(directories: object, rank: int, threads: int, piece_bytes: int) -> None:

@@ -2,6 +2,7 @@
 
 Invariants:
 1. `wait` raises only once every part is done, so the memory is the caller's again; TimeoutError alone comes earlier.
+   That holds for a drive that does not answer too (patience.py).
 2. A failure is raised by every `wait`, each time as a fresh exception, with errno, the file and the byte offset in it.
 """
 
@@ -60,6 +61,15 @@ def _exception(failure: Failure, where: str, path: str) -> StorageError:
     if failure.fault == "system":
         reason = os.strerror(failure.errno)
         return StorageError(failure.errno, f"{where} failed: {reason}; the drive or its quota needs a look", path)
+    if failure.fault == "stalled":
+        what = (
+            f"has not come back for {failure.seconds:.0f} s (drive_timeout_s); the drive, its cable or its server does "
+            "not answer: see dmesg and smartctl, and go on from the last checkpoint"
+        )
+        return StorageError(failure.errno, f"{where} {what}", path)
+    if failure.fault == "refused":
+        what = "was not begun, as this drive has not come back from an earlier transfer that was given up"
+        return StorageError(failure.errno, f"{where} {what}; see dmesg and smartctl", path)
     if failure.fault == "short_end":
         return StorageError(errno.EIO, f"{where} failed: the file ends before; was it cut by another program?", path)
     if failure.fault == "checksum":

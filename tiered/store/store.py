@@ -58,7 +58,7 @@ class TieredStore:
         self._in_place = device is None or device.in_place
         self._arena = Arena(host, *((None, None) if device is None or device.in_place else (device.pin, device.unpin)))
         self._staged = 0
-        self._space = space
+        self.space = space
         self._meter = meter
         self._blocks: dict[BlockKey, Block] = {}
         self._lent: set[BlockKey] = set()  # blocks whose memory is the caller's charge
@@ -74,9 +74,9 @@ class TieredStore:
         For Tier.HOST the charge becomes the store's; for Tier.DEVICE it stays the caller's, and so does memory that is
         not the host's. Raises BudgetError or SwapFullError, with nothing kept, where its home has no room."""
         if home is Tier.NVME:
-            if self._space is None:
+            if self.space is None:
                 raise UsageError(f"{key} has its home on a drive, but no swap directory is set")
-            block = Block(key, nbytes, home, self._space.allocate(nbytes, str(key), kept=key.lasts))
+            block = Block(key, nbytes, home, self.space.allocate(nbytes, str(key), kept=key.lasts))
         else:
             block = Block(key, nbytes, home, None)
             if memory is None:
@@ -181,7 +181,7 @@ class TieredStore:
     @property
     def generations(self) -> Generations | None:
         """What is committed, and what a run that has died has left; None where nothing is kept."""
-        return None if self._space is None else self._space.generations
+        return None if self.space is None else self.space.generations
 
     # --- byte ranges ---
 
@@ -298,8 +298,8 @@ class TieredStore:
                 self._give_up(block)  # which waits for the transfers that use it
         self._blocks.clear()
         self._arena.close()
-        if self._space is not None:
-            self._space.close()
+        if self.space is not None:
+            self.space.close()
 
     # --- inside ---
 
@@ -397,9 +397,9 @@ class TieredStore:
         return block.memory
 
     def _drives(self) -> SwapSpace:
-        if self._space is None:
+        if self.space is None:
             raise UsageError("no swap directory is set")
-        return self._space
+        return self.space
 
     def _watched(self, block: Block, memory: Memory, ticket: Ticket) -> Ticket:
         """`ticket`, whose failure fails the block, and which keeps `memory` mapped and committed until it is done."""

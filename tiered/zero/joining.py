@@ -28,7 +28,14 @@ from tiered.zero.build import GroupPlan
 from tiered.zero.collectives import Ranks, first_line
 
 HOST_SHARE = 0.8  # of what is available, where no host_budget is given
-_OWN = ("nvme", "host_budget", "device_budget", "io_threads", "emulation")  # settings each rank may have of its own
+_OWN = (
+    "nvme",
+    "host_budget",
+    "device_budget",
+    "io_threads",
+    "drive_timeout_s",
+    "emulation",
+)  # settings each rank may have of its own
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,0 +1,181 @@
+"""Training on a drive that is slow or fails, by both engines: the bits of a run without a fault, or an error by name.
+
+Whatever happens, nothing hangs, no signal ends the process, and closing gives everything back.
+"""
+
+import errno
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from bad_drives import BadDrives, Call, Effect, Error, Flip, Short, Torn, bad_drives
+from faults.program import chain, config, digest, steps
+
+import tiered
+from tiered.errors import CorruptDataError, StorageError, TieredError
+from tiered.io.engine import chosen_mode
+
+FAULTS_FROM = 2  # steps without a fault
+
+
+@pytest.fixture(params=[pytest.param("native", marks=pytest.mark.native), "portable"], autouse=True)
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs the test with each engine; child processes inherit the choice."""
+    monkeypatch.setenv("TIERED_PORTABLE", "0" if request.param == "native" else "1")
+    if chosen_mode() != request.param:
+        pytest.skip("the extension tiered._native is not installed")
+    return str(request.param)
+
+
+@pytest.fixture
+def drives() -> Iterator[BadDrives]:
+    with bad_drives() as made:
+        yield made
+
+
+def every(nth: int, effect: Callable[[Call], Effect], *, write: bool) -> Callable[[Call], Effect]:
+    """A rule that strikes each `nth` read (or write)."""
+    count = itertools.count(1)
+    return lambda call: effect(call) if call.write == write and next(count) % nth == 0 else None
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def train(
+    swap: Path, drives: BadDrives | None = None, rule: Callable[[Call], Effect] | None = None
+) -> dict[str, object]:
+    """Four steps with everything on two drives, the last two under `rule`."""
+    model = chain()
+    for name in ("a", "b"):
+        (swap / name).mkdir(exist_ok=True)
+    settings = {"nvme": [swap / "a", swap / "b"], "host_budget": "6MiB"}
+    try:
+        with tiered.shard(model, config(swap, **settings, drive_timeout_s=1.0)):
+            optimizer = tiered.AdamW(model.parameters(), lr=1e-2)
+            losses = steps(model, optimizer, FAULTS_FROM)
+            if drives is not None and rule is not None:
+                drives.rule = rule
+            losses += steps(model, optimizer, 2)
+            seen = digest(model, optimizer)
+            stats = tiered.stats(model)
+            if drives is not None:
+                drives.release()  # what has stalled comes back, so that closing leaves nothing
+            return {
+                "losses": losses,
+                "digest": seen,
+                "retries": stats.drive_retries,
+                "stalls": stats.drive_stalls,
+            }
+    finally:
+        assert [os.listdir(swap / name) for name in ("a", "b")] == [[], []]
+
+
+MENDED = {
+    "reads that fail once": lambda drives: every(7, lambda call: Error(errno.EIO), write=False),
+    "reads with a flipped bit": lambda drives: every(5, lambda call: Flip(call.nbytes // 2), write=False),
+    "reads cut short": lambda drives: every(3, lambda call: Short(4096) if call.nbytes > 4096 else None, write=False),
+    "writes cut short": lambda drives: every(3, lambda call: Short(4096) if call.nbytes > 4096 else None, write=True),
+    "reads that stall": lambda drives: every(61, lambda call: drives.stall(), write=False),
+}
+
+
+@pytest.mark.parametrize("fault", MENDED)
+def test_a_fault_that_passes_changes_no_bit(
+    swap: Path, drives: BadDrives, fault: str, engine: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = train(swap, drives, MENDED[fault](drives))
+    retries, stalls = found.pop("retries"), found.pop("stalls")
+    again = train(swap)
+    assert (again.pop("retries"), again.pop("stalls")) == (0, 0)
+    assert found == again
+    said = [m for m in caplog.messages if "once more" in m]
+    assert len(said) == retries
+    assert (retries > 0) == ("cut short" not in fault)
+    assert (stalls > 0) == ("stall" in fault)
+
+
+LASTING: dict[str, tuple[bool, Callable[[Call], Effect], type[StorageError], str]] = {
+    "a drive that fails every read": (False, lambda call: Error(errno.EIO), StorageError, "Input/output error"),
+    "a drive that fails every write": (True, lambda call: Error(errno.EIO), StorageError, "Input/output error"),
+    "a drive that is full": (True, lambda call: Error(errno.ENOSPC), StorageError, "No space left"),
+    "a drive that went read-only": (True, lambda call: Error(errno.EROFS), StorageError, "Read-only file system"),
+    "writes of nothing": (True, lambda call: Short(0), StorageError, "ends before"),
+    "the file is cut": (False, lambda call: Short(0), StorageError, "ends before"),
+    "torn writes": (True, lambda call: Torn(call.nbytes // 8192 * 4096), CorruptDataError, "differ"),
+    "writes with a flipped bit": (True, lambda call: Flip(call.nbytes - 1), CorruptDataError, "differ"),
+    "reads with a flipped bit": (False, lambda call: Flip(0), CorruptDataError, "differ"),
+}
+
+
+@pytest.mark.parametrize("fault", LASTING)
+def test_a_fault_that_lasts_is_an_error_that_names_the_drive_and_never_other_numbers(
+    swap: Path, drives: BadDrives, fault: str
+) -> None:
+    write, effect, kind, words = LASTING[fault]
+    ailing = str(swap / "b")
+
+    def rule(call: Call) -> Effect:
+        return effect(call) if call.write == write and call.path.startswith(ailing) else None
+
+    model = chain()
+    (swap / "a").mkdir()
+    (swap / "b").mkdir()
+    before = descriptors()
+    tiered.shard(model, config(swap, nvme=[swap / "a", swap / "b"], host_budget="6MiB"))
+    try:
+        optimizer = tiered.AdamW(model.parameters(), lr=1e-2)
+        losses = steps(model, optimizer, FAULTS_FROM)
+        drives.rule = rule
+        with pytest.raises(kind, match=words) as caught:
+            for _ in range(3):  # a write that went wrong shows when it is read
+                losses += steps(model, optimizer, 1)
+        assert str(caught.value.filename).startswith(ailing)
+        with pytest.raises(TieredError):  # and it stays an error
+            for _ in range(3):
+                steps(model, optimizer, 1)
+    finally:
+        tiered.close(model, keep_weights=False)
+    assert [os.listdir(swap / name) for name in ("a", "b")] == [[], []]
+    assert descriptors() <= before
+    drives.release()
+    assert losses == train(swap)["losses"][: len(losses)]  # what was computed before is right
+
+
+@pytest.mark.parametrize("write", [False, True], ids=["reads", "writes"])
+def test_a_drive_that_fails_while_sharding_gives_the_plain_model_back(
+    swap: Path, drives: BadDrives, write: bool
+) -> None:
+    model = chain()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    count = itertools.count()
+    drives.rule = lambda call: Error(errno.EIO) if call.write == write and next(count) >= 2 else None
+    try:
+        tiered.shard(model, config(swap))
+        with pytest.raises(StorageError, match=os.strerror(errno.EIO)):
+            steps(model, tiered.AdamW(model.parameters(), lr=1e-2), 1)
+        assert not write, "no write failed while sharding"
+        tiered.close(model, keep_weights=False)
+    except StorageError as error:
+        assert write, error
+        assert error.errno == errno.EIO
+        assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+    assert os.listdir(swap) == []
+
+
+@pytest.mark.parametrize("kind", ["reads", "writes"])
+def test_a_drive_that_never_answers_again_ends_the_step_by_name_and_the_model_closes(
+    run: Callable, swap: Path, kind: str
+) -> None:
+    seen = run(f"dead_{kind}", swap)
+    name, number, message = seen["errors"][0]
+    assert (name, number) == ("StorageError", errno.ETIMEDOUT)
+    assert f"{swap}/dead/tiered-" in message
+    assert "has not come back for" in message or "was not begun" in message
+    assert len(seen["errors"]) == 3, "a step after it was taken as whole"
+    assert seen["steps"] == 2
+    assert seen["left"] == [0, 1]  # the drive that answers has nothing, the other what cannot be removed
