@@ -1,6 +1,6 @@
 """One rank of a job under torchrun: trains from where the swap directories are, and dies once where it is told to.
 
-    restarted_worker.py SWAP OUT STEPS DIES     DIES: rank 1 kills itself after so many steps of the first attempt
+restarted_worker.py SWAP OUT STEPS DIES     DIES: rank 1 kills itself after so many steps of the first attempt
 """
 
 import hashlib

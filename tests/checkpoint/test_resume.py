@@ -263,7 +263,8 @@ def test_loading_a_checkpoint_is_a_generation_too(swap: Path, tmp_path: Path) ->
         tiered.load(model, made(model), tmp_path / "saved")
         raise Ended
     with tiered.shard(model := network(5), tiered.Config(**settings("cpu", swap))):
-        assert tiered.resume(model, optimizer := made(model)) == 2, "steps before the checkpoint count"
+        optimizer = made(model)
+        assert tiered.resume(model, optimizer) == 2, "steps before the checkpoint count"
         same(state(model, optimizer), want)
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -183,7 +183,7 @@ def train_tiered(
     torch.manual_seed(order.recipe.seed)
     with tiered.deferred_init(order.config) if order.deferred else contextlib.nullcontext():
         model = GPT(order.shape)
-    with tiered.shard(model, order.config):
+    with cast(contextlib.AbstractContextManager[object], tiered.shard(model, order.config)):
         try:
             show = observe(model)
 
