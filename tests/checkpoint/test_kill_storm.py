@@ -1,4 +1,4 @@
-"""The short form of tools/kill_storm in every run, and the long one with -m soak."""
+"""The short forms of tools/kill_storm and tools/soak in every run, and the long ones with -m soak."""
 
 import subprocess
 import sys
@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-STORM = Path(__file__).parents[2] / "tools" / "kill_storm"
+TOOLS = Path(__file__).parents[2] / "tools"
 
 
-def storm(folder: Path, limit_s: int, *options: object) -> str:
-    line = [sys.executable, str(STORM), "--nvme", str(folder), *map(str, options)]
+def said(tool: str, folder: Path, limit_s: int, *options: object) -> str:
+    """What the tool said; it ended well and left nothing."""
+    line = [sys.executable, str(TOOLS / tool), "--nvme", str(folder), *map(str, options)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert list(folder.iterdir()) == []
@@ -19,9 +20,18 @@ def storm(folder: Path, limit_s: int, *options: object) -> str:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_runs_that_are_killed_at_random_instants_go_on_to_the_last_bit(ranks: int, tmp_path: Path) -> None:
-    assert ": 8 kills" in storm(tmp_path, 300, "--ranks", ranks, "--kills", 8)
+    assert ": 8 kills" in said("kill_storm", tmp_path, 300, "--ranks", ranks, "--kills", 8)
 
 
 @pytest.mark.soak
 def test_many_runs_that_are_killed_at_random_instants_go_on_to_the_last_bit(tmp_path: Path) -> None:
-    storm(tmp_path, 3600, "--kills", 200)
+    said("kill_storm", tmp_path, 3600, "--kills", 200)
+
+
+def test_a_run_with_saves_and_kills_grows_in_nothing(tmp_path: Path) -> None:
+    assert "2 lives" in said("soak", tmp_path, 300, "--seconds", 24, "--lives", 2)
+
+
+@pytest.mark.soak
+def test_a_long_run_with_saves_and_kills_grows_in_nothing(tmp_path: Path) -> None:
+    said("soak", tmp_path, 3600, "--seconds", 1800, "--lives", 20)
