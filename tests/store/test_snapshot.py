@@ -1,6 +1,7 @@
 """A snapshot reads any bytes of any block, wherever they are at home, whatever is cached or evicted meanwhile."""
 
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from store.conftest import OpenStore, content
 from tiered.config import Emulation
 from tiered.device.cpu import CpuDevice
 from tiered.device.emulated import EmulatedDevice
+from tiered.device.ticket import Completion, Event, Finished
 from tiered.errors import CorruptDataError
 from tiered.stats import Meter
 from tiered.store.block import Block, BlockKey
@@ -53,6 +55,36 @@ def test_any_range_reads_as_what_was_written(placed: tuple[TieredStore, Block, S
     for start, stop in [(0, NBYTES), (0, 0), (NBYTES, NBYTES), (WINDOW_BYTES, WINDOW_BYTES + 1), *ranges]:
         assert torch.equal(taken(snapshot, block, start, stop), whole[start:stop])
     assert block.home is not Tier.DEVICE or (block.memory is not None and not block.memory.exported())
+
+
+class Fenced(EmulatedDevice):
+    """Its compute stream, as the thread that takes a snapshot sees it, comes to rest late."""
+
+    def __init__(self) -> None:
+        super().__init__(Emulation())
+        self.reached = Completion()
+
+    def fence(self) -> Event:
+        return self.reached
+
+    def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Event:
+        assert self.reached.done(), "a copy on another thread asks another stream"
+        destination.copy_(source)
+        return Finished()
+
+
+def test_a_copy_is_given_when_what_was_given_before_is_done() -> None:
+    device = Fenced()
+    store = TieredStore(Budget(Tier.HOST, 64 << 20), None, Meter(), device=device)
+    memory = device.allocate(8192)
+    device.commit(memory)
+    block = store.create(BlockKey(0, "param"), 8192, Tier.DEVICE, memory=memory)
+    snapshot = Snapshot(store, device, Meter(), [block])
+    threading.Timer(0.05, device.reached.finish).start()
+    assert len(taken(snapshot, block, 0, 8192)) == 8192
+    snapshot.close()
+    store.close()
+    device.close()
 
 
 def test_what_was_only_cached_is_on_the_drive_when_it_is_taken_and_evictions_change_nothing(

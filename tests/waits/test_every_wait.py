@@ -16,6 +16,7 @@ from waits.sites import VARIABLE, Site, sites
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 170
 ORDER, STORE, ARENA = "tests/waits/test_order.py", "tests/store/test_store.py", "tests/store/test_arena.py"
+SNAPSHOT, SAVED = "tests/store/test_snapshot.py", "tests/checkpoint/test_background.py"
 CROSSING = "tests/optim/test_crossing.py"
 UPDATED = "test_the_update_is_torchs_and_elements_outside_every_segment_keep_their_bits"
 RESIDENT = "tests/optim/test_resident.py"
@@ -86,6 +87,9 @@ FAILS: dict[tuple[str, str, int], str] = {
     ("store/store.py", "patch", 1): f"{STORE}::test_a_clean_block_is_evicted_without_a_write_and_a_dirty_one_with_one",
     ("store/store.py", "_settle", 0): f"{ORDER}::test_a_wait_for_a_block_is_counted_as_stalled",
     ("store/store.py", "_settle", 1): f"{STORE}::test_after_a_failed_fetch_every_call_raises_the_first_cause",
+    ("store/snapshot.py", "_fill", 0): f"{SNAPSHOT}::test_any_range_reads_as_what_was_written[drive]",
+    ("store/snapshot.py", "_fill", 1): f"{SNAPSHOT}::test_a_copy_is_given_when_what_was_given_before_is_done",
+    ("store/snapshot.py", "_fill", 2): f"{SNAPSHOT}::test_any_range_reads_as_what_was_written[device]",
     ("store/watched.py", "note", 0): f"{ORDER}::test_a_read_that_fails_and_that_nobody_waits_for_fails_its_block",
     ("store/watched.py", "wait", 0): "tests/store/test_watched.py::test_who_sees_a_failure_finds_that_the_owner_knows",
     ("zero/collectives.py", "exchange_slices", 0): f"{TRAINS}[host-2]",
@@ -127,6 +131,8 @@ FAILS: dict[tuple[str, str, int], str] = {
     ("zero/group.py", "memory_of", 1): (
         f"{ORDER}::test_a_step_waits_for_copies_of_parameters_that_a_forward_given_before_still_needs"
     ),
+    ("zero/model.py", "end_saving", 0): f"{SAVED}::test_the_next_save_a_load_and_the_end_wait_for_it",
+    ("zero/model.py", "close", 0): f"{SAVED}::test_the_next_save_a_load_and_the_end_wait_for_it",
     ("zero/model.py", "before_step", 0): (f"{ORDER}::test_a_step_waits_for_what_is_fetched_ahead_of_what_it_writes"),
     ("zero/model.py", "begin_step", 0): f"{ORDER}::test_a_step_takes_every_gradient_on_its_way",
     ("zero/model.py", "gathered", 0): (
