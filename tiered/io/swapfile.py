@@ -10,8 +10,8 @@ Invariants:
 5. Bytes of the last commit are not overwritten before the next one, and are there after the process has died.
 6. `close()` waits for I/O, then removes every file and directory this space made, also after failures. It runs by
    itself when the space is collected or the interpreter ends; in a forked child it does nothing. What is committed
-   stays on the drives where the program ends by an error, or `generations.left` says so. What a drive that does not answer still
-   holds is left, by name: its threads, descriptors and directory.
+   stays on the drives where the program ends by an error, a drive does not answer, or `generations.left` says so. What
+   a drive that does not answer still holds is left, by name: its threads, descriptors and directory.
 7. No transfer takes for ever: one that a drive does not finish within the limit is tried again if it is a read, and
    ends as a StorageError within twice the limit (patience.py).
 
