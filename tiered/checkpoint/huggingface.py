@@ -31,7 +31,7 @@ import torch
 from tiered.checkpoint import beside
 from tiered.checkpoint.foreign import File, plain_name
 from tiered.checkpoint.slices import NAMES, Entry, Writer
-from tiered.checkpoint.state import Source, State
+from tiered.checkpoint.state import Source, State, a_window
 from tiered.errors import CorruptDataError, StorageError, UsageError
 
 OWN = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors|model\.safetensors\.index\.json")
@@ -61,12 +61,13 @@ def write(folder: Path, state: State, shard_bytes: int) -> None:
         if count == 1
         else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
     )
+    window = a_window()
     for file, shard in zip(names, shards, strict=True):
         aliases = {alias: name for alias, name in state.aliases.items() if name in shard}
         entries = [Entry(name, source.dtype, source.shape) for name, source in shard.items()]
         with Writer(beside.create(folder / file), str(folder / file), entries, aliases) as writer:
             for source in shard.values():
-                writer.write(source.pieces())
+                writer.write(source.pieces(window))
             writer.finish()
     if count > 1:
         total = sum(source.nbytes for source in state.weights.values())

@@ -23,7 +23,7 @@ import torch
 from tiered.checkpoint.folder import MANIFEST, Folder
 from tiered.checkpoint.manifest import DTYPES, Kind, Lone, Manifest, Part, Stored
 from tiered.checkpoint.slices import Entry, Reader, Writer
-from tiered.checkpoint.state import Moments, Source, State
+from tiered.checkpoint.state import Moments, Source, State, a_window
 from tiered.errors import StorageError
 from tiered.zero.model import STATE_KINDS
 
@@ -81,9 +81,10 @@ def write(folder: Folder, state: State, source: str) -> None:
         entries += [(weight, kind, each) for weight, m in state.moments.items() for kind, each in m.items()]
         written = {}
         keys = [Entry(f"{weight}:{kind}:0", each.dtype, each.shape) for weight, kind, each in entries]
+        window = a_window()
         with Writer(descriptor, str(folder.path / name), keys) as writer:
             for weight, kind, each in entries:
-                offset, hashes = writer.write(each.pieces())
+                offset, hashes = writer.write(each.pieces(window))
                 written[weight, kind] = Part(name, offset, 0, each.numel, hashes)
             size = writer.finish()
         folder.commit(drawn, _manifest(state, written, {name: size}, source))

@@ -36,9 +36,8 @@ class Source:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def pieces(self) -> Iterator[memoryview]:
-        """All its bytes, in order, through one window: each piece is good until the next."""
-        window = torch.empty(min(PIECE_BYTES, self.nbytes), dtype=torch.uint8, device="cpu")
+    def pieces(self, window: torch.Tensor) -> Iterator[memoryview]:
+        """All its bytes, in order, through `window` (of `a_window`): each piece is good until the next."""
         for at in range(0, self.nbytes, PIECE_BYTES):
             piece = window[: min(PIECE_BYTES, self.nbytes - at)]
             self.fill(piece.view(self.dtype), at // self.dtype.itemsize)
@@ -50,6 +49,11 @@ class Source:
         if self.numel:
             self.fill(out, 0)
         return out.view(self.shape)
+
+
+def a_window() -> torch.Tensor:
+    """Memory for the pieces of one source after the other: the system keeps some of what is taken for each anew."""
+    return torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu")
 
 
 def constant(value: torch.Tensor) -> Source:

@@ -32,7 +32,7 @@ from tiered.checkpoint import inert
 from tiered.checkpoint.boxes import boxes, within
 from tiered.checkpoint.foreign import File
 from tiered.checkpoint.inert import Name, Record, Unreadable
-from tiered.checkpoint.state import Source
+from tiered.checkpoint.state import Source, a_window
 
 _STORAGES = {
     "DoubleStorage": torch.float64,
@@ -93,9 +93,10 @@ def write(descriptor: int, value: Any) -> None:
         with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
             for name, data in (("data.pkl", pickled.getvalue()), (".format_version", b"1"), ("byteorder", b"little")):
                 archive.writestr(zipfile.ZipInfo(f"archive/{name}"), data)
+            window = a_window()
             for key, source in enumerate(pickler.sources):
                 with archive.open(_aligned(f"archive/data/{key}", out.tell()), "w", force_zip64=True) as entry:
-                    for piece in source.pieces():
+                    for piece in source.pieces(window):
                         entry.write(piece)
             archive.writestr(zipfile.ZipInfo("archive/version"), b"3\n")
         out.flush()
