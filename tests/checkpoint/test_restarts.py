@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -32,7 +33,7 @@ def finished(*command: object) -> str:
     return told
 
 
-def end(process: subprocess.Popen[str]) -> None:
+def end(process: subprocess.Popen[Any]) -> None:
     """Kill torchrun, and its ranks, which would go on without it."""
     if process.poll() is None:
         ranks = psutil.Process(process.pid).children(recursive=True)
@@ -68,26 +69,24 @@ def test_the_command_under_torchrun_goes_on_from_its_swap_directories(folder: Pa
     finished(*line, "--json", folder / "whole.json")
     whole = json.loads((folder / "whole.json").read_text())["losses"]
     line += ["--save", folder / "saved", "--resume", "--json", folder / "died.json"]
-    with subprocess.Popen(
-        [*LAUNCH, *map(str, line)],
-        stdout=subprocess.DEVNULL,
-        stderr=(folder / "told").open("w"),
-        env=PASSED_ON,
-        text=True,
-    ) as process:
+    told = folder / "told"
+    with (
+        told.open("w") as out,
+        subprocess.Popen([*LAUNCH, *map(str, line)], stdout=subprocess.DEVNULL, stderr=out, env=PASSED_ON) as process,
+    ):
         try:
-            _kill_rank(process, folder / "told")
-            assert process.wait(SECONDS) == 0, (folder / "told").read_text()
+            _kill_rank(process, told)
+            assert process.wait(SECONDS) == 0, told.read_text()
         finally:
             end(process)
-    assert "from the swap directory" in (folder / "told").read_text()
+    assert "from the swap directory" in told.read_text()
     died = json.loads((folder / "died.json").read_text())["losses"]
     assert 0 < len(died) < STEPS_OF_COMMAND
     assert died == whole[-len(died) :]
     assert list((folder / "swap").iterdir()) == []
 
 
-def _kill_rank(process: subprocess.Popen[str], told: Path) -> None:
+def _kill_rank(process: subprocess.Popen[Any], told: Path) -> None:
     """SIGKILL for rank 1, once a step is told of."""
     deadline = time.monotonic() + SECONDS
     while "\nstep " not in told.read_text() and process.poll() is None and time.monotonic() < deadline:
