@@ -9,7 +9,6 @@ of a step depend on nothing but the seed, the step and the rank, so whatever was
 
 import errno
 import hashlib
-import inspect
 import json
 import os
 from collections.abc import Callable
@@ -24,14 +23,20 @@ from torch import nn
 import tiered
 from tiered.io.generations import Generations
 
-PHASES = {"shard": "h", "resume": "r", "load": "l", "backward": "b", "step": "s", "commit": "c", "save": "v"} | {
+PHASES = {
+    "shard": "h",
+    "resume": "r",
+    "load": "l",
+    "backward": "b",
+    "step": "s",
+    "commit": "c",
+    "save": "v",
     "background": "g",
     "close": "x",
 }
 """The byte that begins a phase; the capital letter ends it."""
 JOINED = "j"
 WIDTH, SAVE_EVERY, RANK_TIMEOUT_S = 48, 3, 5.0
-BACKGROUND = "background" in inspect.signature(tiered.save).parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,7 @@ def train_step(model: nn.Module, optimizer: tiered.AdamW, step: int, rank: int, 
 
 
 Mark = Callable[[str], AbstractContextManager[None]]
+Tell = Callable[..., None]
 
 
 def marking(pipe: int) -> Mark:
@@ -157,22 +163,47 @@ def work(order: Order, rank: int, facts: Path, pipe: int, go: int) -> None:
             with mark("load"):
                 step = tiered.load(model, optimizer, order.saved)["step"]
             tell(step=step, digest=digest(model, optimizer))
+        saves = None if order.saved is None else _Saves(model, optimizer, order.saved, mark, tell)
         while step < order.steps:
             train_step(model, optimizer, step, rank, mark)
             step += 1
             tell(step=step)
             tell(step=step, digest=digest(model, optimizer))
-            if order.saved is not None and step % SAVE_EVERY == 0:
-                _save(model, optimizer, order.saved, step, mark)
-                tell(saved=step)
+            if saves is not None:
+                saves.look()
+                if step % SAVE_EVERY == 0:
+                    saves.save(step)
+        if saves is not None:
+            saves.look(wait=True)
         with mark("close"):
             tiered.close(model)
 
 
-def _save(model: nn.Module, optimizer: tiered.AdamW, folder: Path, step: int, mark: Mark) -> None:
-    more = {"background": True} if BACKGROUND and step % (2 * SAVE_EVERY) == 0 else {}
-    with mark("background" if more else "save"):
-        tiered.save(model, optimizer, folder, extra={"step": step}, keep=2, **more)
+class _Saves:
+    """Saves a step in the foreground, the next one beside training; each is told of once it is there."""
+
+    def __init__(self, model: nn.Module, optimizer: tiered.AdamW, folder: Path, mark: Mark, tell: Tell) -> None:
+        self._model, self._optimizer, self._folder = model, optimizer, folder
+        self._mark, self._tell = mark, tell
+        self._beside: tuple[int, AbstractContextManager[None]] | None = None
+
+    def save(self, step: int) -> None:
+        beside = step % (2 * SAVE_EVERY) == 0
+        self.look(wait=True)
+        phase = self._mark("background" if beside else "save")
+        phase.__enter__()
+        tiered.save(self._model, self._optimizer, self._folder, extra={"step": step}, keep=2, background=beside)
+        self._beside = step, phase
+        if not beside:
+            self.look(wait=True)
+
+    def look(self, wait: bool = False) -> None:
+        """Tell of what is over."""
+        if self._beside is not None and not tiered.saving(self._model, wait=wait):
+            step, phase = self._beside
+            phase.__exit__(None, None, None)
+            self._tell(saved=step)
+            self._beside = None
 
 
 def inspect_checkpoint(folder: Path) -> tuple[int, str | None]:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tiered.device.memory import Memory
 from tiered.errors import CorruptDataError, StorageError, SwapDirectoryError, UsageError
 from tiered.io import commit as commits
+from tiered.io import directory
 from tiered.io.commit import Commit, Identity, Kept, decode, encode
 from tiered.io.engine import RECORD
 from tiered.io.extent import Extent, Stripes
@@ -136,6 +137,32 @@ def test_what_is_not_chosen_is_forgotten_before_its_space_is_used(folders: list[
     put(again, extent, 2)
     abandoned(again)  # nothing was committed: all of it goes
     assert [list(folder.iterdir()) for folder in folders] == [[], []]
+
+
+def test_a_directory_is_kept_only_while_it_has_a_whole_record(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is killed in the first commit, or while what was left is forgotten, leaves nothing that nobody removes."""
+    kept_at: dict[str, list[bool]] = {"write": [], "clear": []}
+
+    def watched(name: str) -> None:
+        call = getattr(commits.RecordFile, name)
+
+        def noting(record: commits.RecordFile, *given: Any) -> None:
+            kept_at[name].append((Path(record.path).parent / directory._KEPT).exists())
+            call(record, *given)
+
+        monkeypatch.setattr(commits.RecordFile, name, noting)
+
+    watched("write")
+    watched("clear")
+    space, extent = begun(folders)
+    put(space, extent, 1)
+    space.commit(b"one")
+    space.commit(b"two")
+    abandoned(space)
+    begun(folders)[0].close()
+    assert kept_at == {"write": [False, True], "clear": [False, False]}
 
 
 @pytest.mark.parametrize("other", [Identity("model", "another layout", "so"), Identity("another", "another", "so")])

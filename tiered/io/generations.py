@@ -7,7 +7,8 @@
 Invariants:
 1. What is protected, or committed, is not overwritten until the next commit is whole on the drive.
 2. A record that is neither is cleared before anything that it names may be overwritten.
-3. Where the drives write past the page cache, a commit costs the drive one flush; in the "power" mode one more, before
+3. The directories are kept only while there is a whole record: a kill leaves nothing that nobody goes on from.
+4. Where the drives write past the page cache, a commit costs the drive one flush; in the "power" mode one more, before
    the record, so that no record is there before what it names.
 Leaves to swapfile.py when nothing is in flight.
 """
@@ -125,16 +126,16 @@ class Generations:
             if commit.serial == serial:
                 self._protected, self._last = commit, file
                 self._bound = {kept.label: kept for kept in commit.extents}
-        for number, record in enumerate(self._files):
-            if self._protected is None or number != self._last:
-                with self._named(record.path):
-                    record.clear()
-        self._found = []
         if self._protected is None and self.untouched:
             self.untouched = self._marked = False
             for claimed in self._claims:
                 with self._named(claimed.path):
                     claimed.unkeep()
+        for number, record in enumerate(self._files):
+            if self._protected is None or number != self._last:
+                with self._named(record.path):
+                    record.clear()
+        self._found = []
         for kept in self._bound.values():
             self._reserve(kept)
 
@@ -189,17 +190,17 @@ class Generations:
         )
         if not self._files:
             self._files = [RecordFile(self._claims[0].create(name), self._path(name)) for name in _FILES]
-        if not self._marked:
-            for claimed in self._claims:
-                with self._named(claimed.path):
-                    claimed.keep()
-            self._marked = True
         if self._unsynced or self._durability == "power" or not all(drive.direct for drive in self._drives):
             for drive in self._drives:
                 drive.sync()
         record = self._files[1 - self._last]
         with self._named(record.path):
             record.write(encode(commit))
+        if not self._marked:
+            for claimed in self._claims:
+                with self._named(claimed.path):
+                    claimed.keep()
+            self._marked = True
         self._last, self._serial, self._unsynced = 1 - self._last, commit.serial, False
         self._protected, self.untouched = None, False
         for kept in self._bound.values():  # of the generation before, what nothing was made for
