@@ -25,3 +25,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def signals_as_usual() -> Iterator[None]:
+    """A command that ends by itself ignores further signals, and what a later test starts would inherit that."""
+    yield
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
