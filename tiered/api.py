@@ -293,16 +293,17 @@ def _open_lasting(
     if config.directories:
         known = lasting.identity(model, groups, placement, config, ranks.rank, ranks.size)
         space = _open_space(config, ranks.rank, None if ephemeral else Identity(*known))
+        undo.callback(space.close)
         need = lasting.bytes_needed(groups, placement)
-        adopted = space.generations is not None and space.generations.adopted
-        if ephemeral is None and not adopted and (free := space.free_bytes()) < need:
+        fresh = space.generations is not None and not space.generations.untouched
+        if fresh and (free := space.free_bytes()) < need:
             space.close()
             ephemeral = (
                 f"two slots of the states take {format_size(need)}, and the drives have {format_size(free)} free, so "
                 f"there is one"
             )
             space = _open_space(config, ranks.rank, None)
-        undo.callback(space.close)
+            undo.callback(space.close)
     generations = None if space is None else space.generations
     chosen = run.choose([] if generations is None else generations.offers, ephemeral)
     if generations is not None:

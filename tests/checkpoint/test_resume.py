@@ -214,6 +214,21 @@ def test_a_step_that_was_skipped_counts_as_a_call_and_its_loss_scale_is_kept(swa
         assert (optimizer.loss_scale, optimizer.skipped_steps, optimizer.updates) == (scale, skipped, 1)
 
 
+def test_a_step_that_failed_before_anything_was_known_is_no_call(swap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> float:
+        raise Ended
+
+    with tiered.shard(model := network(), tiered.Config(**settings("cpu", swap))):
+        optimizer = made(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(tiered.AdamW, "_norm", fails)
+            with pytest.raises(Ended):
+                train(model, optimizer, range(1))
+        assert optimizer.calls == 0
+        train(model, optimizer, range(1))
+        assert optimizer.calls == 1
+
+
 def test_without_resume_the_first_step_takes_the_place_of_what_was_left(
     swap: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

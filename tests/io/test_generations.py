@@ -107,7 +107,7 @@ def test_the_next_space_offers_the_last_two_generations_and_goes_on_from_either(
         again.revert()
         assert got(again, extent) == [value] * 6
         again.commit(b"more")
-        assert again.generations.adopted is False
+        assert again.generations.untouched is False
         again.close()
         assert [list(folder.iterdir()) for folder in folders] == [[], []]
 
@@ -212,6 +212,32 @@ def test_a_generation_that_cannot_be_written_leaves_the_one_before(
     again, extent = begun(folders, 1)
     again.revert()
     assert got(again, extent) == [1] * 6
+    again.close()
+
+
+@pytest.mark.parametrize("failing", ["fdatasync", "fsync"])
+def test_a_record_that_was_written_and_not_flushed_is_no_generation(
+    failing: str, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space, extent = begun(folders)
+    put(space, extent, 1)
+    first = failing == "fsync"  # which the first commit alone needs
+    if not first:
+        space.commit(b"one")
+        put(space, extent, 2)
+
+    def fails(_: int) -> None:
+        raise OSError(errno.EIO, "no")
+
+    space.generations._unsynced = False  # of the record, not of what it names
+    with monkeypatch.context() as patch:
+        patch.setattr(os, failing, fails)
+        with pytest.raises(StorageError):
+            space.commit(b"two")
+    put(space, extent, 3)
+    abandoned(space)
+    again = opened(folders)
+    assert [serial for serial, _ in again.generations.offers] == ([] if first else [1])
     again.close()
 
 

@@ -185,7 +185,7 @@ class RecordFile:
         return b"".join(parts)
 
     def write(self, data: bytes) -> None:
-        """Replace it, and see it to the drive. Raises OSError; then it holds no record."""
+        """Replace it, and see it to the drive. Raises OSError; then it may hold either, or none."""
         left, at = memoryview(data), 0
         while left:
             count = os.pwrite(self._descriptor, left, at)

@@ -96,15 +96,10 @@ class Generations:
             undo.pop_all()
         return self._claims
 
-    @property
-    def adopted(self) -> bool:
-        """The directories are a dead run's."""
-        return self.untouched
-
     def attach(self, drives: list[Drive]) -> None:
         """The drives are open. What is found that does not lie on them is not offered."""
         self._drives = drives
-        if self.adopted:
+        if self.untouched:
             self._files = [RecordFile(self._claims[0].reopen(name), self._path(name)) for name in _FILES]
         self._found = [each for each in self._found if self._lies_there(each[0])]
 
@@ -194,13 +189,18 @@ class Generations:
             for drive in self._drives:
                 drive.sync()
         record = self._files[1 - self._last]
-        with self._named(record.path):
-            record.write(encode(commit))
-        if not self._marked:
-            for claimed in self._claims:
-                with self._named(claimed.path):
-                    claimed.keep()
-            self._marked = True
+        try:
+            with self._named(record.path):
+                record.write(encode(commit))
+            if not self._marked:
+                for claimed in self._claims:
+                    with self._named(claimed.path):
+                        claimed.keep()
+                self._marked = True
+        except BaseException:  # what it names will be written over, so it must not count, though it may be whole
+            with contextlib.suppress(OSError):
+                record.clear()
+            raise
         self._last, self._serial, self._unsynced = 1 - self._last, commit.serial, False
         self._protected, self.untouched = None, False
         for kept in self._bound.values():  # of the generation before, what nothing was made for

@@ -49,7 +49,7 @@ class Resources:
 
     def open(self, claimed: ClaimedDirectory, threads: int, piece_bytes: int) -> None:
         """Opens a drive and an engine in a directory."""
-        existing = self.generations is not None and self.generations.adopted
+        existing = self.generations is not None and self.generations.untouched
         try:
             self.drives.append(Drive(claimed, direct=chosen_mode() == "native", existing=existing))
             in_place = self.patience.limit_s is None

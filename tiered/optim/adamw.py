@@ -137,7 +137,6 @@ class AdamW(torch.optim.Optimizer):
         model = self._open_model("step()")
         self._settle()
         model.begin_step()
-        self._calls += 1
         scale = self._scaler.scale if self._scaler is not None else 1.0
         having = [h for h in self._homes.values() if h.grads.present[h.position]]
         there = [h for h in having if h.group.resident]
@@ -210,7 +209,8 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def calls(self) -> int:
-        """Calls of `step` so far, of the run that was gone on from too; those that were skipped count."""
+        """Steps taken or skipped so far, of the run that was gone on from too."""
+        self._settle()
         return self._calls
 
     def keep(self) -> None:
@@ -220,7 +220,9 @@ class AdamW(torch.optim.Optimizer):
             groups, scaler = self.progress()
             updates = {home.name: count for key, home in self._homes.items() if (count := self._steps.get(key, 0))}
             progress = Progress(self._calls, self._skipped_steps, updates, groups, scaler, self.model.optimizers)
-            self.model.runtime.store.commit(payload(self.model.module, progress, self.model.about))
+            told = payload(self.model.module, progress, self.model.about)
+            with uninterrupted():  # a generation is made as a whole, on the drive and here
+                self.model.runtime.store.commit(told)
 
     def updates_of(self, home: ParamHome) -> int:
         """Updates taken of one parameter; 0 too where it is not this optimizer's."""
@@ -354,6 +356,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _taken(self, norm: float) -> bool:
         """Account for a step's gradient norm; False if the step is skipped."""
+        self._calls += 1
         self._grad_norm = norm
         finite = math.isfinite(norm)
         if self._scaler is not None:
