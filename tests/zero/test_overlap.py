@@ -6,6 +6,7 @@ backward is over, it would never come, and the wait ends as an error.
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -57,57 +58,46 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def test_the_next_group_arrives_from_all_ranks_while_one_computes() -> None:
+def seen_inside(hook: str, happened: Callable[[ShardedModel, int], bool], what: str, **how: Any) -> list[int]:
+    """How often, on each of three ranks, a layer saw in the middle of its forward or backward (`hook`) that something
+    had happened to the group after its own; in the second step, when the order is learnt."""
     models = [network() for _ in range(3)]
-    two = 2 * 4096  # bytes: a group is less than a page
 
     def program(rank: int) -> int:
-        with sharded(models[rank], device="cpu", stage=3, device_budget=two) as (model, optimizer, inside):
-            step(model, optimizer)  # the order is learnt
+        with sharded(models[rank], device="cpu", **how) as (model, optimizer, inside):
+            step(model, optimizer)
             seen = 0
 
-            def arrived(index: int) -> Callable[[], None]:
+            def looking(index: int) -> Callable[[], None]:
                 def look() -> None:
                     nonlocal seen
-                    group = inside.groups[index + 1]
-                    until(lambda: group.present and group.poll(), f"the gather of group {index + 1}")
+                    until(lambda: happened(inside, index + 1), f"{what} of group {index + 1}")
                     seen += 1
 
                 return look
 
             for index in range(LAYERS - 1):
-                model[index].forwards = arrived(index)
+                setattr(model[index], hook, looking(index))
             step(model, optimizer)
             return seen
 
     with World(3, late_s=LATE_S).installed() as world:
-        assert world.run(program) == [LAYERS - 1] * 3
+        return world.run(program)
+
+
+def test_the_next_group_arrives_from_all_ranks_while_one_computes() -> None:
+    two = 2 * 4096  # bytes: a group is less than a page
+    assert seen_inside("forwards", is_there, "the gather", stage=3, device_budget=two) == [LAYERS - 1] * 3
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_are_reduced_over_all_ranks_while_backward_goes_on(stage: int) -> None:
-    models = [network() for _ in range(3)]
+    assert seen_inside("backwards", is_reduced, "the reduction", stage=stage) == [LAYERS - 1] * 3
 
-    def program(rank: int) -> int:
-        with sharded(models[rank], device="cpu", stage=stage) as (model, optimizer, inside):
-            step(model, optimizer)
-            seen = 0
 
-            def reduced(index: int) -> Callable[[], None]:
-                def look() -> None:
-                    nonlocal seen
-                    until(lambda: is_reduced(inside, index + 1), f"the reduction of group {index + 1}")
-                    seen += 1
-
-                return look
-
-            for index in range(LAYERS - 1):
-                model[index].backwards = reduced(index)
-            step(model, optimizer)
-            return seen
-
-    with World(3, late_s=LATE_S).installed() as world:
-        assert world.run(program) == [LAYERS - 1] * 3
+def is_there(inside: ShardedModel, index: int) -> bool:
+    """A group has arrived, and nothing of it is in flight."""
+    return inside.groups[index].present and inside.groups[index].poll()
 
 
 def is_reduced(inside: ShardedModel, index: int) -> bool:

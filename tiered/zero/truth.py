@@ -44,24 +44,24 @@ def set_values(group: ParamGroup, slot: Slot, kind: str, value: torch.Tensor) ->
 
 def fill_master(group: ParamGroup) -> None:
     """Give the `master` block, which is new, the values of `param`."""
-    store, blocks, size = group.runtime.store, group.blocks, group.dtype.itemsize
-    base, end = group.span("master")
-    step = WINDOW_BYTES // 4
-    for start in range(base, end, step):
-        part = torch.empty(min(step, end - start), dtype=group.dtype, device="cpu")
-        store.load(blocks["param"], part.view(torch.uint8), (start - group.span("param")[0]) * size)
-        store.patch(blocks["master"], part.float().view(torch.uint8), (start - base) * 4)
+    _cast(group, "param", "master")
 
 
 def derive_param(group: ParamGroup) -> None:
     """Give the `param` block, which holds the same elements, the rounded values of `master`."""
-    store, blocks, size = group.runtime.store, group.blocks, group.dtype.itemsize
-    base, end = group.span("master")
-    step = WINDOW_BYTES // 4
-    for start in range(base, end, step):
-        part = torch.empty(min(step, end - start), dtype=torch.float32, device="cpu")
-        store.load(blocks["master"], part.view(torch.uint8), (start - base) * 4)
-        store.patch(blocks["param"], part.to(group.dtype).view(torch.uint8), (start - group.span("param")[0]) * size)
+    _cast(group, "master", "param")
+
+
+def _cast(group: ParamGroup, source: str, target: str) -> None:
+    """Fill what `target` has of the elements of `master` with what `source` has, in its own dtype."""
+    store, (first, last), step = group.runtime.store, group.span("master"), WINDOW_BYTES // 4
+    given, wanted = _dtype(group, source), _dtype(group, target)
+    for start in range(first, last, step):
+        part = torch.empty(min(step, last - start), dtype=given, device="cpu")
+        place = (start - group.span(source)[0]) * given.itemsize
+        store.load(group.blocks[source], part.view(torch.uint8), place)
+        place = (start - group.span(target)[0]) * wanted.itemsize
+        store.patch(group.blocks[target], part.to(wanted).view(torch.uint8), place)
 
 
 def absorb(group: ParamGroup, kind: str, part: torch.Tensor, start: int) -> None:
