@@ -171,6 +171,22 @@ def test_a_save_that_fails_after_its_manifest_is_in_place_leaves_it_whole(
         assert tiered.load(model, optimizer, path) == 3
 
 
+def test_ranks_that_drop_one_save_at_once_leave_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder(tmp_path / "saved")
+    drawn = folder.begin()
+    for name in ("rank-0.safetensors", "rank-1.safetensors", "rank-1.json.new"):
+        (folder.path / drawn / name).touch()
+    unlink = os.unlink
+
+    def late(path: str) -> None:
+        unlink(path)  # as the other rank does, between the listing and this
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", late)
+    folder.drop(drawn)
+    assert list(folder.path.iterdir()) == []
+
+
 def test_a_folder_that_is_a_link_or_writable_by_everybody_is_refused(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(saved)
     assert "link" in refused(tmp_path / "link")

@@ -304,8 +304,7 @@ def main(rank: int, request: dict[str, Any]) -> None:
         if me.model is not None:
             tiered.close(me.model, keep_weights=False)
         code = REFUSED
-    left = [name for name in os.listdir(folder / "swap") if name.endswith(f"-r{rank}")] if code else []
-    print(json.dumps({"errors": me.errors, "digests": me.digests, "left": left}), flush=True)
+    print(json.dumps({"errors": me.errors, "digests": me.digests}), flush=True)
     if code == 0 and dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(code)

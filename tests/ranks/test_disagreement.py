@@ -66,7 +66,6 @@ def check(ended: Sequence[Ended], ends: Sequence[int], says: Sequence[str] | str
             continue
         error = end.report["errors"][-1]
         assert error["type"] == "RankError", end.output
-        assert end.report["left"] == []
         if isinstance(says, str):
             assert re.search(says, error["message"]), error["message"]
             continue
@@ -146,7 +145,7 @@ SILENT = {
         ("shard, train, train", "shard, train, drop"), ("", ""), (REFUSED, DONE), IMPATIENT
     ),
     "drops what another keeps": Case(
-        ("shard, train, close", "shard, train, drop"), ("close", ""), (REFUSED, DONE), IMPATIENT
+        ("shard, train, close", "shard, train, drop"), ("close|step", ""), (REFUSED, DONE), IMPATIENT
     ),
     "sleeps while another saves": Case(
         ("shard, train, state_dict", f"shard, train, {SLEEP}, train"), (SAVING, ""), patience=IMPATIENT
@@ -203,20 +202,34 @@ SILENT_AT_OTHER_STAGES = ["exits in the middle", "raises in forward", "sleeps wh
 SILENT_STAGED = [(name, 3) for name in SILENT] + [(name, stage) for name in SILENT_AT_OTHER_STAGES for stage in (1, 2)]
 
 
+def only_unforeseen_ends_leave_steps(
+    forks: Forks, swap: Path, programs: Sequence[str], ends: Sequence[int], stage: int = 3, **more: str
+) -> None:
+    """Who closed its model has removed its directory; who was killed, or ended by an error that nobody caught, or that
+    left `with model`, may have left what it committed, and the same program, started again, takes that over."""
+    closed = [end == DONE or (end == REFUSED and "scope" not in programs[rank]) for rank, end in enumerate(ends)]
+    unforeseen = [rank for rank in range(len(ends)) if not closed[rank]]
+    left = [path.name for path in swap.iterdir()]
+    assert [name for name in left if not name.endswith(tuple(f"-r{rank}" for rank in unforeseen))] == []
+    if left:
+        check(run(forks, swap, ["shard, train, close"] * len(ends), stage=stage, **more), [DONE] * len(ends), ())
+    assert list(swap.iterdir()) == []
+
+
 @pytest.mark.parametrize(("name", "stage"), SILENT_STAGED, ids=lambda value: str(value))
 def test_who_waits_for_a_rank_that_makes_no_more_calls_says_so_in_time(
     name: str, stage: int, forks: Forks, swap: Path
 ) -> None:
     case = SILENT[name]
     check(run(forks, swap, case.programs, case.patience, stage), case.ends, case.says)
-    assert list(swap.iterdir()) == []
+    only_unforeseen_ends_leave_steps(forks, swap, case.programs, case.ends, stage)
 
 
 @pytest.mark.parametrize("name", ["raises in forward", "raises in backward", "is interrupted in step"])
 def test_a_device_with_memory_of_its_own_makes_no_difference_to_who_waits(name: str, forks: Forks, swap: Path) -> None:
     case = SILENT[name]
     check(run(forks, swap, case.programs, case.patience, device="emulated"), case.ends, case.says)
-    assert list(swap.iterdir()) == []
+    only_unforeseen_ends_leave_steps(forks, swap, case.programs, case.ends, device="emulated")
 
 
 def test_who_stopped_is_named_by_the_others_and_says_so_itself_when_it_goes_on(forks: Forks, swap: Path) -> None:
@@ -251,11 +264,8 @@ def test_others_end_soon_when_a_rank_is_killed_and_the_next_run_reclaims_what_it
     ends = [REFUSED] * ranks
     ends[victim] = KILLED
     check(run(forks, swap, programs, IMPATIENT, stage), ends, [""] * ranks)
-    left = [path.name for path in swap.iterdir()]
-    assert all(name.endswith(f"-r{victim}") for name in left)
-    assert left or place == "shard", "nothing was left to reclaim"
-    check(run(forks, swap, ["shard, train, close"] * 2, stage=stage), (DONE, DONE), ())
-    assert list(swap.iterdir()) == []
+    assert any(swap.iterdir()) or place == "shard", "nothing was left to reclaim"
+    only_unforeseen_ends_leave_steps(forks, swap, programs, ends, stage)
 
 
 # --- construction ---

@@ -25,7 +25,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from tiered.checkpoint.folder import flush_folder
+from tiered.checkpoint.folder import flush_folder, listed
 from tiered.errors import StorageError, TieredError
 
 _AT_FDCWD, _EXCHANGE = -100, 2  # linux/fcntl.h, RENAME_EXCHANGE of linux/fs.h
@@ -96,7 +96,7 @@ def check(place: Path, *, force: bool, folder: bool) -> None:
             errno.EEXIST, "it exists: give another place, or replace it with force (--force)", str(place)
         )
     if folder:
-        for entry in list(os.scandir(place)):
+        for entry in listed(place):
             if not entry.is_file(follow_symlinks=False):
                 raise StorageError(
                     errno.EEXIST,
@@ -108,7 +108,7 @@ def check(place: Path, *, force: bool, folder: bool) -> None:
 def _drawn(place: Path) -> Path:
     """A name beside `place` that nobody has, and nothing else of that kind there."""
     old = re.compile(re.escape(f".{place.name}.") + r"[0-9a-f]{16}\.new")
-    for entry in list(os.scandir(place.parent)):
+    for entry in listed(place.parent):
         if old.fullmatch(entry.name):
             _remove(Path(entry.path))
     return place.parent / f".{place.name}.{secrets.token_hex(8)}.new"

@@ -51,7 +51,7 @@ class Folder:
         with self.named("a checkpoint cannot be made there"):
             self.path.mkdir(parents=True, exist_ok=True)
             _own(self.path)
-            unknown = [entry.name for entry in os.scandir(self.path) if not ours(entry)]
+            unknown = [entry.name for entry in listed(self.path) if not ours(entry)]
             if unknown:
                 raise StorageError(
                     errno.EEXIST,
@@ -93,19 +93,22 @@ class Folder:
     def sweep(self, keep: str) -> None:
         """Remove the data of every other save. What cannot be removed now is by a later one."""
         with contextlib.suppress(OSError):
-            for entry in list(os.scandir(self.path)):
+            for entry in listed(self.path):
                 if ID.fullmatch(entry.name) and entry.name != keep and entry.is_dir(follow_symlinks=False):
                     self.drop(entry.name)
 
     def drop(self, drawn: str) -> None:
-        """Remove the data of one save, that of every rank before what they say of it; unless it is the checkpoint."""
+        """Remove the data of one save, that of every rank before what they say of it; unless it is the checkpoint.
+
+        Several ranks may do so at once: what another has removed meanwhile ends nobody's part of it."""
         with contextlib.suppress(OSError):
             if self._committed(drawn):  # and what failed came after
                 return
             for _ in range(2):  # a rank that has not seen the first may have put something there meanwhile
-                for entry in sorted(os.scandir(self.path / drawn), key=lambda entry: "safetensors" not in entry.name):
+                for entry in sorted(listed(self.path / drawn), key=lambda entry: "safetensors" not in entry.name):
                     if DATA.fullmatch(entry.name):
-                        os.unlink(entry.path)
+                        with contextlib.suppress(FileNotFoundError):
+                            os.unlink(entry.path)
             os.rmdir(self.path / drawn)
 
     def remove(self) -> None:
@@ -194,7 +197,7 @@ def newest_first(parent: Path) -> list[Path]:
     are the last."""
     found = []
     with contextlib.suppress(OSError):
-        for entry in os.scandir(parent):
+        for entry in listed(parent):
             if STEP.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                 try:
                     committed = os.lstat(Path(entry.path) / MANIFEST).st_mtime_ns
@@ -212,6 +215,12 @@ def find(path: str | os.PathLike[str]) -> Folder:
             if (newest / MANIFEST).exists():
                 return Folder(newest)
     return Folder(given)
+
+
+def listed(path: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
+    """What is in a folder now. Raises OSError."""
+    with os.scandir(path) as entries:  # closed, whatever is raised on the way
+        return list(entries)
 
 
 def flush_folder(path: Path) -> None:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from tiered.checkpoint.folder import Folder
+from tiered.checkpoint.folder import Folder, listed
 from tiered.errors import RankError, StorageError
 
 T = TypeVar("T")
@@ -131,5 +131,5 @@ class Sidecars:
     def _size(self) -> int:
         """Of all that ranks have written: while it grows, they work."""
         with contextlib.suppress(OSError):
-            return sum(entry.stat().st_size for entry in os.scandir(self._inside))
+            return sum(entry.stat().st_size for entry in listed(self._inside))
         return -1

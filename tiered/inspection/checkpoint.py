@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from tiered.checkpoint.folder import ID, MANIFEST, NEW, OTHER, Folder, ours
+from tiered.checkpoint.folder import ID, MANIFEST, NEW, OTHER, Folder, listed, ours
 from tiered.checkpoint.manifest import PIECE_BYTES, Manifest, Part
 from tiered.checkpoint.slices import Reader, read_into
 from tiered.errors import CorruptDataError, StorageError
@@ -118,7 +118,7 @@ def _look_around(found: Findings, folder: Folder, made: Manifest | None) -> int:
     known = {name.split("/")[1] for name in made.files} if made is not None else set()
     disk_bytes = foreign = 0
     try:
-        for entry in os.scandir(folder.path):
+        for entry in listed(folder.path):
             if not ours(entry):
                 foreign += 1
                 if foreign <= _NAMED and not (made is None and OTHER.search(entry.name)):
@@ -135,7 +135,7 @@ def _look_around(found: Findings, folder: Folder, made: Manifest | None) -> int:
                 if entry.name not in live:
                     says = "data of a save that is going on, or ended before its time; the next one here removes it"
                     found.add("unfinished", entry.path, says, fault=False)
-                for inner in os.scandir(entry.path):
+                for inner in listed(entry.path):
                     disk_bytes += _disk_bytes(inner)
                     if entry.name in live and inner.name not in known:
                         found.add("foreign", inner.path, "the manifest does not name it")
