@@ -225,9 +225,9 @@ def stats(model: nn.Module) -> Stats:
     sharded.settle()
     sharded.executor.poll()
     runtime, meter = sharded.runtime, sharded.runtime.meter
-    nvme = sum(b.nbytes for b in runtime.store.blocks() if b.home is Tier.NVME)
     allocated, most = runtime.device.allocated() or (0, 0)
     drives = runtime.store.space.stats() if runtime.store.space is not None else None
+    nvme = sum(drive.file_bytes for drive in drives.drives) if drives else 0
     placement: dict[str, dict[str, int]] = {}
     for block in runtime.store.blocks():
         tiers = placement.setdefault(block.key.kind, {})

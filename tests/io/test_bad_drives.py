@@ -404,7 +404,7 @@ def test_closing_a_space_with_a_dead_drive_ends_names_what_is_left_and_gives_the
     result = run_python(code, tmp_path, tests, kind)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == ["closed", "over"][: 1 if end else 2]
-    left = [line for line in result.stderr.splitlines() if "have not come back from the drive" in line]
+    left = [line for line in result.stderr.splitlines() if "not back from the drive" in line]
     assert len(left) == 1
     assert re.match(rf"{tmp_path}/dead/tiered-\w+-r0/swap: \d+ transfers", left[0])
     # whoever comes next there removes it

@@ -5,7 +5,9 @@ Leaves whole models to tests/checkpoint/test_resume.py, and kills at random inst
 
 import errno
 import os
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +240,90 @@ def test_a_record_that_was_written_and_not_flushed_is_no_generation(
     abandoned(space)
     again = opened(folders)
     assert [serial for serial, _ in again.generations.offers] == ([] if first else [1])
+    again.close()
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The drive keeps every flush until this is set."""
+    gate, flush = threading.Event(), os.fdatasync
+
+    def fdatasync(descriptor: int) -> None:
+        assert gate.wait(30)
+        flush(descriptor)
+
+    gate.set()
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    yield gate
+    gate.set()
+
+
+@pytest.mark.parametrize("commits", [0, 1, 2])
+def test_a_commit_that_the_drive_keeps_is_given_up_by_name_and_counts_for_nothing_when_it_comes_back(
+    commits: int, folders: list[Path], held: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    space, extent = begun(folders, timeout_s=0.1)
+    for number in range(commits):
+        put(space, extent, number)
+        space.commit(b"before")
+    put(space, extent, 7)
+    space.generations._unsynced = False  # what is kept is the record, and it is whole
+    held.clear()
+    with pytest.raises(StorageError, match=r"a commit has not come back in 0.2 s") as caught:
+        space.commit(b"kept")
+    assert str(folders[0]) in str(caught.value)
+    assert "commit-0: a commit has taken 0.1 s" in caplog.text
+    for change in (lambda: put(space, extent, 8), lambda: space.commit(b"after")):
+        with pytest.raises(StorageError, match="was given up and has not come back"):
+            change()  # what the record names is not written over
+    assert got(space, extent) == [7] * 6
+    held.set()
+    while space.generations.stuck:
+        time.sleep(0.01)
+    put(space, extent, 8)
+    abandoned(space)
+    again, extent = begun(folders, commits or None)
+    assert again.generations.protected == (b"before" if commits else None)
+    if commits:
+        again.revert()
+        assert got(again, extent) == [commits - 1] * 6
+    again.close()
+
+
+def test_a_commit_that_is_late_and_comes_back_in_time_is_one(folders: list[Path], held: threading.Event) -> None:
+    space, extent = begun(folders, timeout_s=0.2)
+    put(space, extent, 1)
+    held.clear()
+    threading.Timer(0.3, held.set).start()
+    space.commit(b"late")
+    put(space, extent, 2)
+    abandoned(space)
+    again, extent = begun(folders, 1)
+    again.revert()
+    assert got(again, extent) == [1] * 6
+    again.close()
+
+
+def test_a_space_whose_commit_the_drive_keeps_is_closed_and_the_next_run_takes_what_it_left(
+    folders: list[Path], held: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    space, extent = begun(folders, timeout_s=0.1)
+    put(space, extent, 1)
+    space.commit(b"one")
+    put(space, extent, 2)
+    held.clear()
+    with pytest.raises(StorageError):
+        space.commit(b"two")
+    space.close()
+    assert "not back from the drive: a commit" in caplog.text
+    held.set()
+    while space.generations.stuck:
+        time.sleep(0.01)
+    for claimed in space.generations._claims:
+        claimed.leave()  # as the system does when the process ends
+    again, extent = begun(folders, 1)
+    again.revert()
+    assert got(again, extent) == [1] * 6
     again.close()
 
 

@@ -315,6 +315,15 @@ def test_an_optimizer_state_of_another_model_is_refused_and_changes_nothing(plac
         same([session.weights(), session.moments()], before, exact=True)
 
 
+@pytest.mark.parametrize("durability", ["process", "none"])
+def test_stats_count_what_the_swap_files_take(durability: str, swap: Path) -> None:
+    """Two slots where steps are committed, and one where not."""
+    config = tiered.Config(nvme=swap, param_tier="nvme", optimizer_tier="nvme", device="cpu", durability=durability)
+    with tiered.shard(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), config) as model:
+        files = list(swap.glob("*/swap"))
+        assert tiered.stats(model).resident_bytes["nvme"] == sum(file.stat().st_size for file in files) > 0
+
+
 def test_stats_name_where_each_kind_of_state_lives(swap: Path) -> None:
     with tiered_session(GPT, NVME, swap) as session:
         session.train(0)

@@ -191,6 +191,9 @@ def _add_placement(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--drive-timeout", type=_positive, metavar="SECONDS", help="how long a drive may take over a transfer (30)"
     )
+    group.add_argument(
+        "--durability", choices=("process", "power", "none"), help="what a step on the drives survives (process)"
+    )
     group.add_argument("--param-tier", metavar="TIER", default="auto", help="auto, device, host or nvme")
     group.add_argument("--optimizer-tier", metavar="TIER", default="auto", help="auto, device, host or nvme")
     group.add_argument(
@@ -350,6 +353,7 @@ def _config(given: argparse.Namespace, dtype: torch.dtype) -> tiered.Config:
         name: getattr(given, name)
         for name in (
             "device", "device_budget", "host_budget", "nvme", "param_tier", "optimizer_tier", "stage", "budgets",
+            "durability",
         )
         if getattr(given, name) is not None
     }  # fmt: skip

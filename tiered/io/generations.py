@@ -10,6 +10,7 @@ Invariants:
 3. The directories are kept only while there is a whole record: a kill leaves nothing that nobody goes on from.
 4. Where the drives write past the page cache, a commit costs the drive one flush; in the "power" mode one more, before
    the record, so that no record is there before what it names.
+5. While the drive holds a commit that was given up nothing is written to what it may still name.
 Leaves to swapfile.py when nothing is in flight.
 """
 
@@ -28,6 +29,7 @@ from tiered.io.commit import Commit, Identity, Kept, RecordFile, decode, encode,
 from tiered.io.directory import ClaimedDirectory, adopt, claim
 from tiered.io.drive import Drive
 from tiered.io.engine import RECORD, PieceState
+from tiered.io.errand import Errand
 from tiered.io.extent import Extent
 
 Durability = Literal["process", "power"]
@@ -37,12 +39,15 @@ _FILES = ("commit-0", "commit-1")
 class Generations:
     """See the file's contract."""
 
-    def __init__(self, identity: Identity, durability: Durability) -> None:
+    def __init__(self, identity: Identity, durability: Durability, limit_s: float | None) -> None:
+        """limit_s: how long the drives may take over a commit, twice; None: for ever."""
         self.identity = identity
         self.run = "0" * 16
         self.strangers: list[str] = []
         """What dead runs of the same model, laid out otherwise, have left: in words, with its directory."""
         self._durability = durability
+        self._limit_s = limit_s
+        self._errand: Errand | None = None  # commits
         self._claims: list[ClaimedDirectory] = []
         self._drives: list[Drive] = []
         self._found: list[tuple[Commit, int]] = []  # newest first; and its file
@@ -172,6 +177,11 @@ class Generations:
         """Something has been written; `blank`: where nothing had been."""
         self._unsynced |= blank
 
+    def check(self) -> None:
+        """Raise StorageError while nothing may be written."""
+        if self._errand is not None:
+            self._errand.check()
+
     def commit(self, extents: Sequence[Extent], payload: bytes) -> None:
         """Make the contents of `extents` and `payload` the last commit. Raises StorageError, and then the commit before
         is the last one still."""
@@ -183,6 +193,19 @@ class Generations:
             extents=tuple(_kept(extent) for extent in extents),
             payload=payload,
         )
+        if self._errand is None:
+            self._errand = Errand(self._limit_s, self._path(_FILES[0]), "a commit")
+        self._errand.run(lambda: self._land(commit), self._undo)
+        self._last, self._serial, self._unsynced, self._marked = 1 - self._last, commit.serial, False, True
+        self._protected, self.untouched = None, False
+        for kept in self._bound.values():  # of the generation before, what nothing was made for
+            self._free(kept)
+        self._bound = {}
+        for extent in extents:
+            extent.committed = extent.slots.copy()
+
+    def _land(self, commit: Commit) -> None:
+        """What has been written, and then the record that names it, are on the drives; or no such record is."""
         if not self._files:
             self._files = [RecordFile(self._claims[0].create(name), self._path(name)) for name in _FILES]
         if self._unsynced or self._durability == "power" or not all(drive.direct for drive in self._drives):
@@ -196,28 +219,34 @@ class Generations:
                 for claimed in self._claims:
                     with self._named(claimed.path):
                         claimed.keep()
-                self._marked = True
         except BaseException:  # what it names will be written over, so it must not count, though it may be whole
             with contextlib.suppress(OSError):
-                record.clear()
+                self._undo()
             raise
-        self._last, self._serial, self._unsynced = 1 - self._last, commit.serial, False
-        self._protected, self.untouched = None, False
-        for kept in self._bound.values():  # of the generation before, what nothing was made for
-            self._free(kept)
-        self._bound = {}
-        for extent in extents:
-            extent.committed = extent.slots.copy()
+
+    def _undo(self) -> None:
+        """The record that was to be the last one names nothing. Raises OSError."""
+        if self._files:
+            self._files[1 - self._last].clear()
+        if not self._marked:
+            for claimed in self._claims:
+                claimed.unkeep()
 
     @property
     def committed(self) -> bool:
         """There is a generation to go on from."""
         return self._marked
 
+    @property
+    def stuck(self) -> bool:
+        """A commit was given up, and the drive still holds it: its files are not to be touched."""
+        return self._errand is not None and self._errand.out
+
     def close(self) -> None:
-        for record in self._files:
-            record.close()
-        self._files = []
+        if not self.stuck:
+            for record in self._files:
+                record.close()
+            self._files = []
 
     # --- inside ---
 

@@ -91,14 +91,16 @@ class Resources:
 
     def _end(self, engine: Engine, drive: Drive, held: contextlib.ExitStack) -> None:
         """Closes an engine; what its drive holds is left where calls on it are still out."""
-        if behind := engine.close():
+        behind = engine.close()
+        stuck = self.generations is not None and self.generations.stuck
+        if behind or stuck:
             held.pop_all()  # closing or removing a file there could wait for ever, and a late call may use a descriptor
             self._dead = True
+            what = [f"{behind} transfers"] * bool(behind) + ["a commit"] * stuck
             _LOGGER.warning(
-                "%s: %d transfers have not come back from the drive; their threads and descriptors are left to the "
-                "system, and the directory to the next run there",
-                drive.path,
-                behind,
+                "%s: not back from the drive: %s; threads and descriptors are left to the system, and the directory to "
+                "the next run there",
+                *(drive.path, " and ".join(what)),
             )
 
     def _part(self, claimed: ClaimedDirectory) -> None:

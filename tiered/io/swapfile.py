@@ -111,7 +111,7 @@ class SwapSpace:
         if identity is not None:  # what another engine has written, or cut otherwise, could not be checked
             layout = f"{identity.layout} {chosen_mode()} {piece_bytes}"
             identity = dataclasses.replace(identity, layout=layout)
-        self.generations = None if identity is None else Generations(identity, durability)
+        self.generations = None if identity is None else Generations(identity, durability, timeout_s)
         self._resources = Resources(self.generations, timeout_s)
         try:
             self._resources.claim(directories, rank)
@@ -226,6 +226,8 @@ class SwapSpace:
                 raise UsageError(f"{extent.label} is being written there; wait for that ticket first")
             extent.in_flight = [submission for submission in extent.in_flight if not submission.done()]
             if write:
+                if self.generations is not None:
+                    self.generations.check()
                 extent.turn(pieces)
                 at = extent.record(np.arange(pieces.start, pieces.stop))
                 if self.generations is not None:
