@@ -13,9 +13,10 @@ import pytest
 import torch
 from bad_drives import BadDrives, Call, Effect, Error, Flip, Short, Torn, bad_drives
 from faults.program import chain, config, digest, steps
+from threaded_ranks import World
 
 import tiered
-from tiered.errors import CorruptDataError, StorageError, TieredError
+from tiered.errors import CorruptDataError, RankError, StorageError, TieredError
 from tiered.io.engine import chosen_mode
 
 FAULTS_FROM = 2  # steps without a fault
@@ -189,3 +190,37 @@ def test_a_drive_that_never_answers_again_ends_the_step_by_name_and_the_model_cl
     assert len(seen["errors"]) == 3, "a step after it was taken as whole"
     assert seen["steps"] == 2
     assert seen["left"] == [1, 1]  # on either what its last step has committed, to go on from
+
+
+@pytest.mark.parametrize("kind", ["reads", "writes"])
+def test_ranks_wait_for_one_whose_drive_is_late_until_it_is_given_up_and_then_all_say_why(
+    swap: Path, drives: BadDrives, kind: str
+) -> None:
+    """Longer than for a rank that makes no call: the drive is what has to be named."""
+    models = [chain() for _ in range(2)]
+    settings = {"rank_timeout_s": 0.5, "drive_timeout_s": 0.7, "stage": 1}
+    told: list[str] = []
+
+    def program(rank: int) -> None:
+        tiered.shard(models[rank], config(swap, **settings))
+        try:
+            optimizer = tiered.AdamW(models[rank].parameters(), lr=1e-2)
+            steps(models[rank], optimizer, 1)
+            tiered.average(models[rank], 0.0)  # every rank is here
+            drives.rule = lambda call: (
+                drives.stall() if call.write == (kind == "writes") and "-r1/" in call.path else None
+            )
+            steps(models[rank], optimizer, 1)
+        finally:
+            told.append("")
+            if len(told) == 2:
+                drives.release()
+            tiered.close(models[rank], keep_weights=False)
+
+    with World(2).installed() as world:
+        first, second = world.ended(program)
+    assert isinstance(second, StorageError)
+    assert second.errno == errno.ETIMEDOUT
+    assert "-r1/" in str(second.filename)
+    assert isinstance(first, RankError)
+    assert "rank 1" in str(first)
