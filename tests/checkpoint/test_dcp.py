@@ -17,7 +17,7 @@ from ranks.launch import run_ranks
 from safetensors.torch import load_file, save_file
 from threaded_ranks import sharded
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 import tiered
 from tiered.checkpoint import boxes as geometry
@@ -85,6 +85,23 @@ def test_plain_torch_loads_every_value_and_setting_by_its_name(tmp_path: Path) -
     assert [group["lr"] for group in got["optim"]["param_groups"]] == [1e-2, 1e-2]
     assert [group["weight_decay"] for group in got["optim"]["param_groups"]] == [1e-2, 0.0]
     assert [group["betas"] for group in got["optim"]["param_groups"]] == [(0.9, 0.999)] * 2
+
+
+def test_who_loads_a_flattened_optimizer_state_finds_every_name(tmp_path: Path) -> None:
+    """As torchtitan does. Where a parameter is named as a group is numbered, the name is the group's."""
+    tiered.export_checkpoint(saved(tmp_path / "saved"), tmp_path / "dcp", format="dcp")
+    model, optimizer = plain()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer, options=options)}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp")
+    nested = loaded_plainly(tmp_path / "dcp")["optim"]
+    for group in nested["param_groups"]:
+        for name in group["params"]:
+            for setting, value in group.items():
+                if setting != "params":
+                    assert state["optim"][f"param_groups.{name}.{setting}"] == value
+            for kind, value in nested["state"].get(name, {}).items():  # of one that is frozen none
+                assert torch.equal(state["optim"][f"state.{name}.{kind}"], value)
 
 
 def test_what_several_ranks_saved_goes_out_whole(tmp_path: Path) -> None:

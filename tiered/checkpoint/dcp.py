@@ -4,8 +4,9 @@
     .metadata      a pickle: which tensors there are, of which chunks, and where each chunk is
 
 Names are those of FSDP2's users: dcp.load({"model": get_model_state_dict(m), "optim": get_optimizer_state_dict(m, o)}).
-Both beginnings may be others; the optimizer's state may also have been flattened. The only importer of
-torch.distributed.checkpoint, and only to write: the classes that the metadata are made of.
+Both beginnings may be others; the optimizer's state may also be flattened, which differs in the names of settings only:
+they go out under both. The only importer of torch.distributed.checkpoint, and only to write: the classes that the
+metadata are made of.
 
 Invariants:
 1. A tensor goes out in chunks of at most CHUNK_BYTES; whoever loads it takes what falls into his shard.
@@ -21,7 +22,7 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -110,12 +111,15 @@ class _Writing:
         box = (tuple(0 for _ in shape), shape)
         self._enter([path], torch.float32, shape, [(box, self._zeros[shape])])
 
-    def value(self, path: tuple[str | int, ...], value: Any) -> None:
-        """Write a plain value."""
-        name = _joined(path)
-        self.entries[name] = self._of_torch.BytesStorageMetadata()
-        self.places[self._of_torch.MetadataIndex(name)] = self._save(value)
-        self.paths[name] = path
+    def value(self, paths: Iterable[tuple[str | int, ...]], value: Any) -> None:
+        """Write a plain value that has each of the names not taken before."""
+        place = self._save(value)
+        for path in paths:
+            name = _joined(path)
+            if name not in self.entries:
+                self.entries[name] = self._of_torch.BytesStorageMetadata()
+                self.places[self._of_torch.MetadataIndex(name)] = place
+                self.paths[name] = path
 
     def _save(self, value: Any) -> Any:
         at = self._out.at
@@ -172,8 +176,12 @@ def _write_optimizer(writing: _Writing, state: State, begin: tuple[str, ...]) ->
             else:
                 writing.tensor([(*begin, "state", name, kind)], moments.items()[number][1])
     for number, group in enumerate(groups):
-        for name, value in group.items():
-            writing.value((*begin, "param_groups", number, name), value)
+        for setting, value in group.items():
+            writing.value([(*begin, "param_groups", number, setting)], value)
+    for group in groups:  # flattened: of each parameter
+        for setting, value in group.items():
+            if setting != "params":
+                writing.value(((*begin, "param_groups", name, setting) for name in group["params"]), value)
 
 
 def _chunks(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
@@ -250,12 +258,10 @@ def _groups(
         if name.startswith(begin + "."):
             of, _, setting = name.removeprefix(begin + ".").rpartition(".")
             found.setdefault(of, {})[setting] = tensors[name] if name in tensors else values[name].read()
-    if all("params" in group for group in found.values()):
-        return [found[number] for number in sorted(found, key=lambda text: (len(text), text))]
+    if listed := [of for of, settings in found.items() if "params" in settings]:  # and maybe flattened beside
+        return [found[number] for number in sorted(listed, key=lambda text: (len(text), text))]
     flat: dict[str, dict[str, Any]] = {}
     for of, settings in found.items():
-        if "params" in settings:
-            raise UsageError(f"{where}: of the parameter groups some are flattened and some are not")
         plain = {k: v.whole().item() if isinstance(v, Source) and v.numel == 1 else v for k, v in settings.items()}
         flat.setdefault(repr(sorted(plain.items(), key=str)), {**plain, "params": []})["params"].append(of)
     return list(flat.values())
