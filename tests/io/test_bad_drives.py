@@ -113,7 +113,7 @@ def test_a_bad_transfer_is_read_again_and_never_shown(
     space = open_space(piece_bytes=PIECE)
     data = memory(2 * PIECE + 17)
     extent = store(space, data)
-    drives.rule = times(1, Flip(100))
+    drives.rule = times(1, Flip(3))
     assert (load(space, extent) == data).all()
     assert space.stats().retries == 1
     assert "other bytes than were written" in said()[0]
