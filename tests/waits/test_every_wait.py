@@ -18,6 +18,7 @@ LIMIT_S = 170
 ORDER, STORE, ARENA = "tests/waits/test_order.py", "tests/store/test_store.py", "tests/store/test_arena.py"
 SNAPSHOT, SAVED = "tests/store/test_snapshot.py", "tests/checkpoint/test_background.py"
 CROSSING = "tests/optim/test_crossing.py"
+LAZY = "tests/optim/test_lazy.py"
 UPDATED = "test_the_update_is_torchs_and_elements_outside_every_segment_keep_their_bits"
 RESIDENT = "tests/optim/test_resident.py"
 CUDA = "tests/device/test_cuda.py"
@@ -133,7 +134,18 @@ FAILS: dict[tuple[str, str, int], str] = {
     ),
     ("zero/model.py", "end_saving", 0): f"{SAVED}::test_the_next_save_a_load_and_the_end_wait_for_it",
     ("zero/model.py", "close", 0): f"{SAVED}::test_the_next_save_a_load_and_the_end_wait_for_it",
-    ("zero/model.py", "before_step", 0): (f"{ORDER}::test_a_step_waits_for_what_is_fetched_ahead_of_what_it_writes"),
+    (
+        "zero/model.py",
+        "before_step",
+        0,
+    ): f"{LAZY}::test_after_a_step_that_failed_nobody_is_given_torn_weights_and_a_load_goes_on",
+    ("zero/model.py", "before_step", 1): f"{ORDER}::test_a_step_waits_for_what_is_fetched_ahead_of_what_it_writes",
+    (
+        "zero/model.py",
+        "_end_update",
+        0,
+    ): f"{LAZY}::test_closing_before_a_step_is_over_gives_everything_back[drive-False]",
+    ("optim/apply.py", "apply", 0): f"{LAZY}::test_a_step_that_fails_at_once_leaves_nothing_to_be_done_later",
     ("zero/model.py", "begin_step", 0): f"{ORDER}::test_a_step_takes_every_gradient_on_its_way",
     ("zero/model.py", "gathered", 0): (
         f"{OF_RANKS}::test_what_gather_modifies_is_given_out_when_the_stream_that_does_has_done_it[3]"
@@ -142,8 +154,8 @@ FAILS: dict[tuple[str, str, int], str] = {
     ("zero/model.py", "_settle_hints", 0): (
         f"{ORDER}::test_what_carries_something_fetched_ahead_is_waited_for_where_its_memory_is_needed"
     ),
-    ("zero/model.py", "_drop_states", 0): f"{ORDER}::test_closing_takes_back_gradients_on_their_way",
-    ("zero/model.py", "_drop_states", 1): f"{CLOSED}[host-offered-2]",
+    ("zero/closing.py", "_drop_states", 0): f"{ORDER}::test_closing_takes_back_gradients_on_their_way",
+    ("zero/closing.py", "_drop_states", 1): f"{CLOSED}[host-offered-2]",
     ("zero/model.py", "release", 0): f"{ORDER}::test_closing_waits_for_what_still_computes",
     ("zero/passage.py", "settle", 0): f"{ORDER}::test_a_wait_for_a_drive_is_counted_as_stalled",
     ("zero/passage.py", "arrive", 0): f"{ORDER}::test_parameters_that_cannot_be_read_are_an_error_of_their_use",

@@ -294,13 +294,13 @@ def test_a_step_waits_for_what_is_fetched_ahead_of_what_it_writes(slow_drive: Ga
         inside.groups[1].begin_fetch()
         inside.executor.expect(inside.groups[1])
         order: list[str] = []
-        run = pipeline.run
+        begun = pipeline.Run
 
-        def noted(*given: Any) -> None:
+        def noted(*given: Any) -> pipeline.Run:
             order.append("open" if slow_drive.lets("drive") else "held")
-            run(*given)
+            return begun(*given)
 
-        with slow_drive.opening_soon(), mock.patch.object(pipeline, "run", noted):
+        with slow_drive.opening_soon(), mock.patch.object(pipeline, "Run", noted):
             opt.step()
         assert order == ["open"], "the step began while a read of what it writes was under way"
         assert all(value.isfinite().all() for value in model.state_dict().values())
@@ -474,10 +474,12 @@ def test_a_step_that_fails_leaves_nothing_in_flight(
         with gate.opening_soon():
             with pytest.raises(ArithmeticError):
                 optimizer.step()
+                optimizer.keep()  # all of it
             done = [write.done() for write in writes.given]
         assert done
         assert all(done)
         monkeypatch.undo()
+        tiered.close(model, keep_weights=False)
 
 
 def test_a_write_that_fails_early_fails_its_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -488,7 +490,9 @@ def test_a_write_that_fails_early_fails_its_step(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(TieredStore, "_fail", lambda *_: None)  # which the next use of the block would show
         with pytest.raises(OSError, match="the write failed"):
             optimizer.step()
+            optimizer.keep()  # all of it
         assert inside.failure is not None
+        tiered.close(model, keep_weights=False)
 
 
 def test_a_wait_for_a_block_is_counted_as_stalled(slow_drive: Gate, tmp_path: Path) -> None:

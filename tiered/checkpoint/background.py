@@ -60,7 +60,6 @@ class Background:
     def start(self) -> None:
         """From now on the model waits for it where it has to."""
         self._sharded.saving = self
-        self._sharded.runtime.store.before_change = self.hold
         try:
             self._thread.start()
         except RuntimeError:  # the system has no thread left: then it is not in the background

@@ -1,8 +1,8 @@
 """AdamW over sharded parameters: a torch.optim.Optimizer whose step is the one commit of a training step.
 
 Decoupled weight decay (Loshchilov and Hutter, 2019), exact global-norm clipping, dynamic loss scaling. A step runs in
-phases: gradients are complete -> norm -> skip or clip factor -> every chunk is updated -> step counts advance. Groups
-that live on a device of its own memory (resident) are updated there, the others by the CPU through the pipeline.
+phases: gradients are complete -> norm -> skip or clip factor -> the update is applied -> step counts advance. What of
+an update waits until a group is needed (`lazy`) is decided by then, and becomes what it would have become at once.
 
     outcome of a step   SETTLED --step, all gradients on the device--> PENDING --settle--> SETTLED
 
@@ -23,6 +23,7 @@ device is `resident`'s.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,11 +33,11 @@ import torch
 
 from tiered.device.interrupt import uninterrupted
 from tiered.errors import ConfigError, UsageError
-from tiered.optim import hyperparameters, pipeline, resident, update
-from tiered.optim.crossing import Crossing
+from tiered.optim import hyperparameters, resident, update
+from tiered.optim.apply import apply
 from tiered.optim.generation import Progress, payload
 from tiered.optim.outcome import Outcome
-from tiered.optim.plan import StepPlan, plan_step, within
+from tiered.optim.plan import StepPlan, plan_step
 from tiered.optim.scaler import LossScaler
 from tiered.optim.state import export_state, import_state
 from tiered.zero.agreement import Call
@@ -146,11 +147,12 @@ class AdamW(torch.optim.Optimizer):
         norm = self._norm(having, there) / scale  # from here on, with several ranks, this one's shards are its own
         with model.stepping():
             self._step_here(norm, there, scale)
-            self.keep()
+            if model.lazy is None:
+                self.keep()
         return loss
 
     def _step_here(self, norm: float, there: Sequence[ParamHome], scale: float) -> None:
-        """Take or skip a step whose norm the host knows."""
+        """Take or skip a step whose norm the host knows; a part of it may be lazy from then on."""
         model = self.model
         if self._taken(norm):
             factor = 1.0
@@ -159,8 +161,10 @@ class AdamW(torch.optim.Optimizer):
             plan = plan_step(self.param_groups, self._homes, self._steps)
             known = resident.known_factor(factor / scale, model.runtime.device.torch_device) if there else None
             with uninterrupted():  # Ctrl-C waits: a step happens as a whole
-                fresh = self._update(plan, factor / scale, resident.Verdict(known, None))
+                fresh, lazy = apply(model, plan, factor / scale, resident.Verdict(known, None))
                 self._commit(plan)
+                if lazy is not None:
+                    lazy.begin(self._keeping())
                 self._announce(plan, fresh)
 
     @uncompiled
@@ -216,13 +220,20 @@ class AdamW(torch.optim.Optimizer):
     def keep(self) -> None:
         """Make what there is now the generation that a killed run is gone on from, where all states are on drives.
         Raises StorageError, and then the generation before is that still."""
-        if self.model.ephemeral is None:
-            groups, scaler = self.progress()
-            updates = {home.name: count for key, home in self._homes.items() if (count := self._steps.get(key, 0))}
-            progress = Progress(self._calls, self._skipped_steps, updates, groups, scaler, self.model.optimizers)
-            told = payload(self.model.module, progress, self.model.about)
-            with uninterrupted():  # a generation is made as a whole, on the drive and here
-                self.model.runtime.store.commit(told)
+        self.model.finish_update()
+        with uninterrupted():  # a generation is made as a whole, on the drive and here
+            self._keeping()()
+
+    def _keeping(self) -> Callable[[], object]:
+        """Makes what the blocks hold, and what there is now beside them, the generation."""
+        if self.model.ephemeral is not None:
+            return bool
+        groups, scaler = self.progress()
+        updates = {home.name: count for key, home in self._homes.items() if (count := self._steps.get(key, 0))}
+        progress = Progress(self._calls, self._skipped_steps, updates, groups, scaler, self.model.optimizers)
+        return functools.partial(
+            self.model.runtime.store.commit, payload(self.model.module, progress, self.model.about)
+        )
 
     def updates_of(self, home: ParamHome) -> int:
         """Updates taken of one parameter; 0 too where it is not this optimizer's."""
@@ -332,7 +343,7 @@ class AdamW(torch.optim.Optimizer):
         plan = plan_step(self.param_groups, self._homes, self._steps)
         with uninterrupted():
             self._on_its_way(norm)  # before the updates, so that whoever asks does not wait for them
-            fresh = self._update(plan, 1.0, verdict)
+            fresh, _ = apply(self.model, plan, 1.0, verdict)
             self._pending = plan
             self._announce(plan, fresh)
 
@@ -376,44 +387,3 @@ class AdamW(torch.optim.Optimizer):
             for home in plan.touched:
                 torch.autograd.graph.increment_version(home.param)
         self.model.changed(fresh)
-
-    def _update(self, plan: StepPlan, grad_scale: float, verdict: resident.Verdict) -> set[int]:
-        """Update every group of the plan: on the host with `grad_scale`, on the device as `verdict` says. Returns the
-        indices of groups whose copies on the device have been brought up to date already."""
-        model = self.model
-        groups = [g for g in model.groups if g.index in plan.segments]
-        states = {g.index: update.flat_state(g, model.grads[g.index].dtype) for g in groups if g.resident}
-        here = [g for g in groups if not g.resident]
-        step = model.new_step()
-        scratch = resident.scratch_for(list(states.values()), verdict)
-        apart = [g for g in here if g.states_apart]
-        crossing = Crossing(model.runtime, apart, grad_scale) if apart else None
-        begun = False
-
-        def begin() -> None:
-            nonlocal begun
-            if not begun:  # given to the device first, so that it works beside the CPU
-                begun = True
-                for index, state in states.items():
-                    resident.update(plan.segments[index], state, verdict, scratch)
-
-        def change(chunk: pipeline.Chunk, tensors: dict[str, torch.Tensor]) -> None:
-            begin()
-            step.alive()
-            segments = within(plan.segments[chunk.group.index], chunk.start, chunk.stop)
-            if crossing is not None and chunk.group.states_apart:
-                crossing.update(segments, chunk.group, chunk.start, tensors)
-            else:
-                update.on_host(segments, tensors, grad_scale)
-
-        model.before_step()
-        try:
-            for part in step.parts(here):
-                work = [(g, update.arrays(g, model.grads[g.index].dtype)) for g in part]
-                pipeline.run(model.runtime.store, model.runtime.meter, work, change, step.updated)
-            begin()
-            step.finish()
-        except BaseException as error:
-            model.failure = error if begun else None
-            raise
-        return step.fresh

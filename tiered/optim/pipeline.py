@@ -6,7 +6,9 @@ and a slot is free again when its writes are done: with PIPELINE_SLOTS or more, 
 
 Invariants:
 1. Chunks are computed in order, and every element once, whatever the number of slots or the chunk's size.
-2. When `run` returns, or raises, nothing of it is in flight, and every slot is back.
+2. When a run is over, by `finish`, `close` or an error, nothing of it is in flight, and every slot is back.
+3. Where a chunk's bytes are is asked when they are read ahead, and once more when it is computed: blocks and pages may
+   have moved meanwhile.
 Leaves to whom: what an update is, is the caller's function; which bytes live where, the store's.
 """
 
@@ -22,6 +24,7 @@ import torch
 from tiered.device.memory import Memory, page_ceil
 from tiered.device.ticket import Ticket
 from tiered.stats import Meter
+from tiered.store.block import Block, BlockKey
 from tiered.store.store import TieredStore
 from tiered.store.tier import Tier
 from tiered.zero.group import ParamGroup
@@ -51,24 +54,110 @@ class Chunk:
     start: int
     stop: int
 
-    def staged(self) -> list[Array]:
-        """The arrays that have to be moved to be computed on: not in host memory now."""
-        return [a for a in self.arrays if not self.group.lies_in_memory(a.kind)]
+    def away(self, kind: str) -> bool:
+        """A kind has to be moved to be computed on: it is not in host memory now."""
+        return not self.group.lies_in_memory(kind)
+
+    @property
+    def last(self) -> bool:
+        """Of its group."""
+        return self.stop == self.group.spec.shard_numel
 
 
 @dataclasses.dataclass(slots=True)
 class _Filled:
-    """A chunk on its way in, its tensors, and the slot that holds what was staged of it."""
+    """A chunk on its way in, and the slot that holds what is staged of it."""
 
     chunk: Chunk
-    slot: Memory | None
-    tensors: dict[str, torch.Tensor]
+    slot: Memory | None  # of every chunk of which something may be away
     places: dict[str, int]  # byte offset in the slot of each staged kind
+    end: int  # of what the slot holds
     reads: list[Ticket]
 
 
 Update = Callable[[Chunk, dict[str, torch.Tensor]], None]
 Updated = Callable[[ParamGroup], None]
+
+
+class Run:
+    """Updates every chunk of every group, as far as it is asked to, in the order given; see the file's contract."""
+
+    def __init__(
+        self,
+        store: TieredStore,
+        meter: Meter,
+        groups: Iterable[tuple[ParamGroup, Sequence[Array]]],
+        update: Update,
+        updated: Updated | None = None,
+    ) -> None:
+        """update(chunk, kind -> 1-D tensor of the chunk's elements): in place.
+        updated: told of each group once its last chunk is computed and on its way back. What of it lies in memory is
+        final then; what was staged may still be being written, and staging is scarce until the run is over.
+        Raises BudgetError where staging has no room."""
+        work = list(groups)
+        self._update = update
+        self._updated = updated
+        self._scope = contextlib.ExitStack()
+        self._slots = self._scope.enter_context(_Slots(store, meter, work))
+        self._coming = _chunks(work, self._slots.chunk)
+        self._next = next(self._coming, None)
+        self._ahead: collections.deque[_Filled] = collections.deque()
+
+    def advance(self) -> ParamGroup | None:
+        """Compute the next chunk; gives its group if that was its last, and None after the very last.
+
+        Raises what a read, a write, `update` or `updated` raised, after waiting for what is in flight: it is over then.
+        """
+        with self._ending_by_error():
+            self.read_ahead()
+            if not self._ahead:
+                return None
+            filled = self._ahead.popleft()
+            self._update(filled.chunk, self._slots.tensors(filled))
+            self._slots.write_back(filled)
+            if self._updated is not None and filled.chunk.last:
+                self._updated(filled.chunk.group)
+            return filled.chunk.group
+
+    @property
+    def over(self) -> bool:
+        """Every chunk is computed."""
+        return self._next is None and not self._ahead
+
+    def read_ahead(self) -> None:
+        """Begin to read what comes next, as far as slots are free."""
+        while self._next is not None and (not _moving(self._next) or self._slots.available(wait=not self._ahead)):
+            self._ahead.append(self._slots.fill(self._next))
+            self._next = next(self._coming, None)
+            if len(self._ahead) > _MOST_SLOTS:
+                break
+
+    def written(self, block: Block) -> None:
+        """Wait until nothing of a block is on its way back. Raises as `advance`."""
+        with self._ending_by_error():
+            self._slots.written(block)
+
+    def finish(self) -> None:
+        """Compute all that is left, and wait for every write. Raises as `advance`."""
+        while not self.over:
+            self.advance()
+        with self._ending_by_error():
+            self._slots.finish()
+        self.close()
+
+    def close(self) -> None:
+        """Wait for what is in flight, and give back what was taken; what is not computed stays so. Idempotent."""
+        self._next = None
+        self._ahead.clear()
+        self._scope.close()
+
+    @contextlib.contextmanager
+    def _ending_by_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
 
 def run(
@@ -78,39 +167,23 @@ def run(
     update: Update,
     updated: Updated | None = None,
 ) -> None:
-    """Update every chunk of every group: `update(chunk, kind -> 1-D tensor of the chunk's elements)`, in place.
-
-    updated: told of each group once its last chunk is computed and on its way back. What of it lies in memory is final
-        then; what was staged may still be being written, and staging is scarce until `run` returns.
-    Raises what a read, a write, `update` or `updated` raised, after waiting for what is in flight.
-    """
-    work = list(groups)
-    with _Slots(store, meter, work) as slots:
-        ahead: collections.deque[_Filled] = collections.deque()
-        coming = _chunks(work, slots.chunk)
-        chunk = next(coming, None)
-        while chunk is not None or ahead:
-            while chunk is not None and (not chunk.staged() or slots.available(wait=not ahead)):
-                ahead.append(slots.fill(chunk))
-                chunk = next(coming, None)
-                if len(ahead) > _MOST_SLOTS:
-                    break
-            filled = ahead.popleft()
-            slots.arrived(filled)
-            update(filled.chunk, filled.tensors)
-            slots.write_back(filled)
-            if updated is not None and filled.chunk.stop == filled.chunk.group.spec.shard_numel:
-                updated(filled.chunk.group)
-        slots.finish()
+    """All of a `Run` at once."""
+    Run(store, meter, groups, update, updated).finish()
 
 
 def _chunks(work: Sequence[tuple[ParamGroup, Sequence[Array]]], size: int) -> Iterator[Chunk]:
     for group, arrays in work:
-        in_memory = all(group.lies_in_memory(a.kind) for a in arrays)
         numel = group.spec.shard_numel
-        step = numel if in_memory else size
+        whole = Chunk(group, arrays, 0, numel)
+        step = size if _moving(whole) else max(numel, 1)
         for start in range(0, numel, step):
             yield Chunk(group, arrays, start, min(start + step, numel))
+
+
+def _moving(chunk: Chunk) -> list[Array]:
+    """The arrays that may be away: their home is a drive, and nobody keeps them in memory for the step."""
+    group = chunk.group
+    return [a for a in chunk.arrays if group.blocks[a.kind].home is Tier.NVME and not group.whole(a.kind)]
 
 
 class _Slots:
@@ -123,6 +196,7 @@ class _Slots:
         self._all: list[Memory] = []
         self._writing: collections.deque[tuple[Memory, list[Ticket]]] = collections.deque()
         self._tickets: list[Ticket] = []
+        self._writes: dict[BlockKey, list[Ticket]] = {}  # those of them that may still go on, and more
         self._work = work
         self.chunk = _LARGEST_CHUNK
 
@@ -159,28 +233,37 @@ class _Slots:
 
     def fill(self, chunk: Chunk) -> _Filled:
         """Start reading what of `chunk` has to be staged."""
-        staged = {a.kind for a in chunk.staged()}
-        filled = _Filled(chunk, self._free.pop() if staged else None, {}, {}, [])
-        end = 0
-        for array in chunk.arrays:
-            low, high = chunk.start * array.dtype.itemsize, chunk.stop * array.dtype.itemsize
-            if array.kind not in staged:
-                memory = chunk.group.memory_of(array.kind)
-                start, stop = array.base + chunk.start, array.base + chunk.stop
-                filled.tensors[array.kind] = memory.view(array.dtype, start, stop)
-                continue
-            slot = _present(filled.slot)
-            filled.places[array.kind] = end
-            filled.tensors[array.kind] = slot.bytes[end : end + high - low].view(array.dtype)
-            block = chunk.group.blocks[array.kind]
-            filled.reads.append(self._store.read(block, slot, at=end, offset=low, nbytes=high - low))
-            end += page_ceil(high - low)
-        self._tickets += filled.reads
+        filled = _Filled(chunk, self._free.pop() if _moving(chunk) else None, {}, 0, [])
+        self._stage(filled)
         return filled
 
-    def arrived(self, filled: _Filled) -> None:
-        """Wait until the chunk can be computed on."""
+    def tensors(self, filled: _Filled) -> dict[str, torch.Tensor]:
+        """What the chunk is computed on, once it has arrived: 1-D, by kind."""
+        self._stage(filled)  # what has been evicted since
         self._wait(filled.reads, "optimizer read")
+        found = {}
+        for array in filled.chunk.arrays:
+            start, stop = array.base + filled.chunk.start, array.base + filled.chunk.stop
+            if (place := filled.places.get(array.kind)) is None:
+                found[array.kind] = filled.chunk.group.memory_of(array.kind).view(array.dtype, start, stop)
+            else:
+                nbytes = (stop - start) * array.dtype.itemsize
+                found[array.kind] = _present(filled.slot).bytes[place : place + nbytes].view(array.dtype)
+        return found
+
+    def _stage(self, filled: _Filled) -> None:
+        """Start reading what of a chunk is away and not staged yet."""
+        chunk = filled.chunk
+        for array in chunk.arrays:
+            if array.kind in filled.places or not chunk.away(array.kind):
+                continue
+            low, high = chunk.start * array.dtype.itemsize, chunk.stop * array.dtype.itemsize
+            block, slot = chunk.group.blocks[array.kind], _present(filled.slot)
+            read = self._store.read(block, slot, at=filled.end, offset=low, nbytes=high - low)
+            filled.places[array.kind] = filled.end
+            filled.end += page_ceil(high - low)
+            filled.reads.append(read)
+            self._tickets.append(read)
 
     def write_back(self, filled: _Filled) -> None:
         """Start writing what changed; the slot is free when that is done."""
@@ -192,17 +275,24 @@ class _Slots:
             if not array.write:
                 continue
             if array.kind in filled.places:
-                place = filled.places[array.kind]
-                tickets.append(self._store.write(block, _present(filled.slot), at=place, offset=low, nbytes=high - low))
+                source, place = _present(filled.slot), filled.places[array.kind]
             elif block.home is Tier.NVME and not chunk.group.whole(array.kind):
-                memory = chunk.group.memory_of(array.kind)
-                if memory is not block.memory:  # a group that is present on the device
-                    tickets.append(self._store.write(block, memory, at=low, offset=low, nbytes=high - low))
+                source, place = chunk.group.memory_of(array.kind), low
+                if source is block.memory:
+                    continue
+            else:  # it lies where it is computed on; of what a drive has, a group that is present on the device
+                continue
+            tickets.append(self._store.write(block, source, at=place, offset=low, nbytes=high - low))
+            writes = self._writes.setdefault(block.key, [])
+            writes[:] = [write for write in writes if not write.done()] + tickets[-1:]
         self._tickets += tickets
-        filled.tensors.clear()
         if filled.slot is not None:
             self._writing.append((filled.slot, tickets))
         self._raise_finished()
+
+    def written(self, block: Block) -> None:
+        """Wait for the writes of one block; raises what one of them raised."""
+        self._wait(self._writes.pop(block.key, ()), "write-back")
 
     def finish(self) -> None:
         """Wait for every write; raises what one of them raised."""
@@ -226,8 +316,8 @@ class _Slots:
         most = 0
         for group, arrays in self._work:
             part = min(chunk, group.spec.shard_numel)
-            staged = [a for a in arrays if group.blocks[a.kind].home is Tier.NVME and not group.whole(a.kind)]
-            most = max(most, sum(page_ceil(part * a.dtype.itemsize) for a in staged))
+            moving = _moving(Chunk(group, arrays, 0, part))
+            most = max(most, sum(page_ceil(part * a.dtype.itemsize) for a in moving))
         return most
 
 

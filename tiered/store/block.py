@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable
 
 from tiered.device.buffer import Buffer
 from tiered.device.ticket import Ticket
@@ -62,7 +63,10 @@ class BlockKey:
 class Block:
     """One block's record; the store is the only one to change it."""
 
-    __slots__ = ("_state", "cause", "dirty", "extent", "home", "key", "memory", "nbytes", "next_use", "pins", "ticket")
+    __slots__ = (
+        *("_state", "cause", "dirty", "extent", "home", "key", "memory", "nbytes", "next_use", "pins", "ticket"),
+        *("unwanted", "update"),
+    )
 
     def __init__(self, key: BlockKey, nbytes: int, home: Tier, extent: Extent | None) -> None:
         self.key = key
@@ -75,6 +79,8 @@ class Block:
         self.pins = 0
         self.dirty = False
         self.next_use = 0  # larger is later; a hint for eviction
+        self.update: Callable[[], None] | None = None  # brings its contents up to date; None where they are
+        self.unwanted = False  # its contents, once what needs them is over
         self._state = BlockState.NVME
 
     @property
@@ -107,7 +113,9 @@ class Block:
         return there and not self.pins and not (self.memory is not None and self.memory.exported())
 
     def check(self) -> None:
-        """Raise the first cause if the block has failed."""
+        """Bring the contents up to date where they are not. Raises the first cause if the block has failed."""
+        if self.update is not None:
+            self.update()
         if self._state is BlockState.FAILED:
             cause = self.cause
             if isinstance(cause, StorageError):  # the same kind again, with its errno and file

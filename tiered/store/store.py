@@ -45,7 +45,7 @@ from tiered.store.arena import Arena
 from tiered.store.block import Block, BlockKey, BlockState
 from tiered.store.policy import Candidate, victims
 from tiered.store.tier import Budget, Tier
-from tiered.store.watched import Watched
+from tiered.store.watched import Watched, failing
 from tiered.store.window import WINDOW_BYTES, windows
 
 
@@ -141,6 +141,9 @@ class TieredStore:
     def discard(self, block: Block) -> None:
         """Forget the contents: nothing of them is moved again, and the block reads as undefined until written. Memory
         that somebody outside still views is left to them, and the block gets other memory."""
+        if block.update is not None:
+            block.unwanted = True
+            return
         block.check()
         if block.state is BlockState.NVME or self._beyond(block):
             return
@@ -153,6 +156,12 @@ class TieredStore:
                 self._drop(block)
         elif memory.exported():
             block.memory = self._arena.exchange(memory)
+
+    def updated(self, block: Block) -> None:
+        """The contents are up to date again, and those that nobody wants go."""
+        block.update, unwanted, block.unwanted = None, block.unwanted, False
+        if unwanted:
+            self.discard(block)
 
     def flush(self, block: Block) -> None:
         """Wait until the drive holds what is current of a block whose home it is."""
@@ -291,8 +300,7 @@ class TieredStore:
         return self.host.free + self._arena.idle + self._arena.retiring + cached
 
     def close(self) -> None:
-        """Wait for what is in flight, give back all memory (a device's own is its owner's), files and threads.
-        Idempotent."""
+        """Wait for what is in flight; give back memory (a device's is its owner's), files and threads. Idempotent."""
         for block in self._blocks.values():
             if block.memory is not None:
                 self._give_up(block)  # which waits for the transfers that use it
@@ -403,13 +411,7 @@ class TieredStore:
 
     def _watched(self, block: Block, memory: Memory, ticket: Ticket) -> Ticket:
         """`ticket`, whose failure fails the block, and which keeps `memory` mapped and committed until it is done."""
-        store = weakref.ref(self)  # the thread that completes transfers may hold the last callback for long
-
-        def fail(error: BaseException) -> None:
-            if (alive := store()) is not None:
-                alive._fail(block, error)
-
-        return Watched(ticket, fail).beside(memory)
+        return Watched(ticket, failing(weakref.WeakMethod(self._fail), block)).beside(memory)
 
     def _fail(self, block: Block, error: BaseException) -> None:
         with self._failing:  # the thread that waits and the one that completes may both come

@@ -8,10 +8,24 @@ called.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 
 from tiered.device.memory import Memory
 from tiered.device.ticket import Ticket
+from tiered.store.block import Block
+
+
+def failing(
+    fail: weakref.WeakMethod[Callable[[Block, BaseException], None]], block: Block
+) -> Callable[[BaseException], None]:
+    """`fail` of a block, while its owner is there: who completes transfers may hold the last callback for long."""
+
+    def failed(error: BaseException) -> None:
+        if (owner := fail()) is not None:
+            owner(block, error)
+
+    return failed
 
 
 class Watched:

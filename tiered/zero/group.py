@@ -1,6 +1,7 @@
 """ParamGroup: the parameters that are gathered and released together, and the page they form on the device.
 
     SHARDED --begin_fetch--> GATHERING --wait--> UNSHARDED --drop--> SHARDED
+            `---------- lazy update --------------^
 
 The group's parameters view one flat buffer of one storage for life; its contents come and go. The truth is in the
 store: the `param` block (compute dtype) and, where the compute dtype is not fp32, the fp32 `master` block. Each holds
@@ -22,7 +23,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import enum
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,7 @@ from tiered.store.tier import Tier
 from tiered.store.window import WINDOW_BYTES
 from tiered.zero import graph, truth
 from tiered.zero.agreement import Call
+from tiered.zero.groupstate import LEGAL, GroupState, LazyUpdate
 from tiered.zero.guard import guard, home_of, present
 from tiered.zero.partition import ShardSpec
 from tiered.zero.passage import Passage, host_memory
@@ -47,22 +48,6 @@ from tiered.zero.traffic import Gathering
 
 if TYPE_CHECKING:
     from tiered.schedule.execute import Executor
-
-
-class GroupState(enum.Enum):
-    """Where the group's values are; see the diagram in the file's contract."""
-
-    SHARDED = "sharded"
-    GATHERING = "gathering"
-    UNSHARDED = "unsharded"
-
-
-_LEGAL = {
-    (GroupState.SHARDED, GroupState.GATHERING),
-    (GroupState.GATHERING, GroupState.UNSHARDED),
-    (GroupState.GATHERING, GroupState.SHARDED),  # the fetch failed
-    (GroupState.UNSHARDED, GroupState.SHARDED),
-}
 
 
 class ParamGroup:
@@ -87,6 +72,7 @@ class ParamGroup:
         self._versions: list[int] = []
         self._passage: Passage | None = None
         self._gathering: Gathering | None = None  # with several ranks, beside the passage
+        self.lazy: LazyUpdate | None = None  # what its parameters wait for to be up to date
         self._buffer: Buffer | None = None
         self._disowned = False
 
@@ -101,18 +87,16 @@ class ParamGroup:
         self.dtype = dtype
         size = self.spec.numel * dtype.itemsize
         start, stop = self.span("param")
-        self._buffer = runtime.device.allocate(size)
+        self._buffer = buffer = runtime.device.allocate(size)
         stays = home is Tier.DEVICE or (runtime.in_place and home is Tier.HOST)
         if stays:
             budget = runtime.budget if sticky or home is Tier.DEVICE else runtime.store.host
             budget.charge(page_ceil(size), f"group '{self.name}'")
-            runtime.device.commit(self._buffer)
-            self._move(GroupState.GATHERING)
+            runtime.device.commit(buffer)
             self._move(GroupState.UNSHARDED)
         self.nbytes = 0 if stays else page_ceil(size)
-        key = BlockKey(self.index, "param")
         self.blocks["param"] = runtime.store.create(
-            key, (stop - start) * dtype.itemsize, home, memory=self._buffer if stays else None
+            BlockKey(self.index, "param"), (stop - start) * dtype.itemsize, home, memory=buffer if stays else None
         )
         if sticky and not stays:
             self._pins = 1
@@ -153,6 +137,9 @@ class ParamGroup:
 
     def begin_fetch(self, *, hint: bool = False) -> None:
         """Charge the device budget and start gathering into the buffer; a `hint` waits for no memory."""
+        if self.lazy is not None and (hint or self.runtime.in_place):
+            self._receive(self.lazy, hint)
+            return
         with uninterrupted():
             self.runtime.budget.charge(self.nbytes, f"group '{self.name}'")
             try:
@@ -169,6 +156,20 @@ class ParamGroup:
                     self.wait()
                     self._away()
                     raise
+
+    def _receive(self, lazy: LazyUpdate, hint: bool) -> None:
+        """Get the values from the update that makes them, but not ahead of use."""
+        if hint:
+            raise MemoryError(f"group '{self.name}' is updated when it is used")
+        with uninterrupted():
+            self.runtime.budget.charge(self.nbytes, f"group '{self.name}'")
+            try:
+                self.runtime.device.commit(self.buffer)
+                lazy.compute(self, self.buffer)
+            except BaseException:
+                self._give_back()
+                raise
+            self._move(GroupState.UNSHARDED)
 
     def wait(self) -> None:
         """Compute given from now on finds the group there. Raises what gathering raised; then it is sharded again."""
@@ -270,6 +271,8 @@ class ParamGroup:
             raise UsageError(f"backward through group '{self.name}' after tiered.close(model): its weights are gone")
         if self.nbytes and self.executor is not None:
             self.executor.touch(self, Phase.BACKWARD)
+        if self.lazy is not None:
+            self.lazy.compute(self)
         return self.buffer.bytes.untyped_storage()
 
     def version_at(self, offset: int) -> int:
@@ -315,6 +318,8 @@ class ParamGroup:
         self.wait()
         viewed = self.buffer.exported()
         self._away()
+        if self.lazy is not None and not viewed and not self._pins:
+            return
         # no memory, of a budget or of the device: it comes when it is used; but a view must not show old values
         with contextlib.suppress(*(() if viewed else (MemoryError,))):
             self.begin_fetch()
@@ -388,6 +393,8 @@ class ParamGroup:
     def _use(self, phase: Phase) -> None:
         if self.nbytes and self.executor is not None:
             self.executor.use(self, phase)
+        if self.lazy is not None:
+            self.lazy.compute(self)
 
     def _share_edit(self) -> None:
         """Every rank has edited the group in the same way: each keeps what is its own of it."""
@@ -408,6 +415,6 @@ class ParamGroup:
         self.runtime.budget.refund(self.nbytes)
 
     def _move(self, state: GroupState) -> None:
-        if (self._state, state) not in _LEGAL:
+        if (self._state, state) not in LEGAL:
             raise RuntimeError(f"group '{self.name}': illegal change of state {self._state.name} -> {state.name}")
         self._state = state

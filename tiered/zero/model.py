@@ -1,7 +1,7 @@
 """ShardedModel: one model's groups, units and parameters, from sharding to close.
 
 Owns what is shared by the whole model: the way between the user's module and its groups, the end of a backward with
-several ranks, and the way back to a plain module. Invariants:
+several ranks, and the part of a step that is lazy. Leaves the way back to a plain module to `closing`. Invariants:
 1. The user's module and Parameter objects stay the same objects throughout.
 2. `close` is idempotent, waits for what is in flight, and either restores a plain module or, before touching
    anything, says why it cannot.
@@ -20,23 +20,21 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from tiered.config import Config, format_size
-from tiered.device.host import available_bytes
+from tiered.config import Config
 from tiered.device.memory import page_ceil
-from tiered.errors import BudgetError, TieredError, UsageError
+from tiered.errors import TieredError, UsageError
 from tiered.schedule.execute import Executor
 from tiered.schedule.trace import Phase
 from tiered.store.block import Block, BlockKey
 from tiered.store.tier import Tier
 from tiered.store.window import WINDOW_BYTES
-from tiered.zero import buffers, residence, statedict, truth
+from tiered.zero import buffers, closing, groupstate, residence, statedict, truth
 from tiered.zero.about import about_blocks
 from tiered.zero.agreement import Call
 from tiered.zero.departures import Departures
 from tiered.zero.grads import GroupGrads, Kernels
 from tiered.zero.group import ParamGroup
-from tiered.zero.guard import ATTRIBUTE, guard, unguard
-from tiered.zero.home import GoneHome, ParamHome
+from tiered.zero.home import ParamHome
 from tiered.zero.placing import Placement
 from tiered.zero.reducer import Reducer
 from tiered.zero.resident import ResidentGrads
@@ -47,7 +45,6 @@ from tiered.zero.unit import Unit
 
 MODEL_ATTRIBUTE = "_tiered_model"  # on the root module: its ShardedModel
 STATE_KINDS = ("exp_avg", "exp_avg_sq")
-_OF_TRAINING = {"grad", *STATE_KINDS}
 _MARGIN = 1.25  # of the measured activations: left free when groups are promoted, for batches a little larger
 
 
@@ -62,6 +59,22 @@ class Saving(Protocol):
 
     def wait(self) -> None:
         """Return once it is over."""
+
+    def hold(self) -> None:
+        """Return once states may change."""
+
+
+class LazyUpdate(groupstate.LazyUpdate, Protocol):
+    """The update of a step, while it is not over."""
+
+    def finish(self) -> None:
+        """It is over on return."""
+
+    def abandon(self) -> None:
+        """Nobody wants what it would give."""
+
+    def relieve(self) -> bool:
+        """Finish, so that memory comes back; False where it cannot now."""
 
 
 class ShardedModel:
@@ -91,6 +104,7 @@ class ShardedModel:
         self.failure: BaseException | None = None  # of a step that could not be completed: the states are torn
         self.ephemeral: str | None = "it is being built"  # why no step of a killed run can be gone on from
         self.saving: Saving | None = None  # in the background, or what has become of it
+        self.lazy: LazyUpdate | None = None  # the update of the last step, while it is not over
         self._class = type(module)
         self._promoted = False
         self.reducer: Reducer | None = None  # of several ranks
@@ -101,6 +115,7 @@ class ShardedModel:
                 runtime.traffic.exchange, self.departures, module, runtime.stage, runtime.store, self.reserve
             )
         self.executor = Executor(groups, self.room, runtime.meter, stale=not runtime.in_place)
+        runtime.store.before_change = self._before_change
         runtime.store.on_pressure = self._settle_hints
         runtime.store.on_shortage = self._relieve
         for group in groups:
@@ -116,6 +131,8 @@ class ShardedModel:
         traffic = self.runtime.traffic
         if traffic is not None and traffic.exchange.aboard:
             return False
+        if self.lazy is not None and self.lazy.relieve():
+            return True
         return self.departures.land_one() or (self.reducer is not None and self.reducer.relieve())
 
     # --- states ---
@@ -155,6 +172,7 @@ class ShardedModel:
     def begin_step(self) -> None:
         """Wait for gradients on their way and who reads states, reduce what is not reduced, and bring in what the user
         edited."""
+        self.finish_update()
         self.departures.drain()
         self.runtime.store.before_change()
         if self.reducer is not None:
@@ -181,6 +199,7 @@ class ShardedModel:
         if not open_to or self.reducer is not None or self._promoted or not self.room.learnt:
             return
         self._promoted = True
+        self.finish_update()
         for group in residence.fitting(self.groups, self.room.spare(_MARGIN)):
             if not residence.promote(group):
                 return
@@ -295,16 +314,40 @@ class ShardedModel:
         return Step() if traffic is None else SharedStep(traffic, self.runtime.store)
 
     def before_step(self) -> None:
-        """Nothing fetched ahead reads what a step is going to write; called when every gradient is known."""
+        """Nothing fetched ahead reads what a step, or a load, is going to write; the last step is over, whole or torn."""
+        if self.lazy is not None and self.failure is not None:
+            self.lazy.abandon()
+        self.finish_update()
         self.executor.settle()
 
     # --- the end ---
+
+    def finish_update(self) -> None:
+        """The update of the last step is over on return, everywhere. Raises what it fails of."""
+        if self.lazy is not None:
+            self.lazy.finish()
+
+    def _end_update(self, keep_weights: bool) -> None:
+        """The model is closed: the last step is made whole where its outcome is wanted, here or by a later run."""
+        if keep_weights:
+            self.finish_update()
+        elif (generations := self.runtime.store.generations) is not None and generations.left:
+            with contextlib.suppress(TieredError):
+                self.finish_update()
+        if self.lazy is not None:
+            self.lazy.abandon()
+
+    def _before_change(self) -> None:
+        """States change, gradients aside: the last step is whole, and who reads it is waited for."""
+        self.finish_update()
+        if self.saving is not None:
+            self.saving.hold()
 
     def end_saving(self) -> None:
         """Wait until no save goes on in the background. Raises what it failed of, once."""
         if (saving := self.saving) is not None:
             saving.wait()
-            self.saving, self.runtime.store.before_change = None, bool
+            self.saving = None
             if saving.failure is not None:
                 raise saving.failure
 
@@ -315,54 +358,9 @@ class ShardedModel:
                 raise UsageError("close() inside a forward or a gather() of the model: leave it first")
             if self.saving is not None:
                 self.saving.wait()
-            self._close(keep_weights)
+            self._end_update(keep_weights)
+            closing.to_plain(self, keep_weights=keep_weights)
         self.end_saving()  # what it failed of is no reason to stay open
-
-    def _close(self, keep_weights: bool) -> None:
-        if keep_weights:
-            for group in self.groups:
-                group.absorb()
-            self._check_room()
-            self.runtime.together(Call.CLOSE, "close()", lambda: None)
-            # what can fail, reading from drives, comes before anything is touched
-            values = {id(h): h.exported() for h in self.homes if h.group.blocks["param"].home is Tier.NVME}
-        self.closed = True
-        self._drop_states()
-        try:
-            for group in self.groups:
-                for home in [h for h in self.homes if h.group is group]:
-                    self._free(home, (values.pop(id(home), None) if keep_weights else None), keep_weights)
-        except BaseException:  # a rank was lost half way: what is not plain yet stays without values
-            for home in [h for h in self.homes if h.param.__dict__.get(ATTRIBUTE) is h]:
-                self._free(home, None, keep=False)
-            raise
-        finally:
-            self._restore_modules()
-            self.release()
-
-    def _check_room(self) -> None:
-        """Raise BudgetError where memory cannot take the weights, even after gradients and moments have gone."""
-        need = sum(h.slot.numel * h.dtype.itemsize for h in self.homes)
-        states = [block for group in self.groups for kind, block in group.blocks.items() if kind in _OF_TRAINING]
-        away = not self.runtime.device.in_place  # then what is on the device takes nothing of the host
-        freed = sum(b.nbytes for b in states if b.memory and not (away and b.home is Tier.DEVICE))
-        if need > available_bytes() + freed:
-            raise BudgetError(
-                f"close() would bring all weights into memory: {format_size(need)}, but "
-                f"{format_size(available_bytes() + freed)} is available: save what you need, then call "
-                "tiered.close(model, keep_weights=False)"
-            )
-
-    def _drop_states(self) -> None:
-        """Gradients and moments end with sharding; their memory makes room for the weights."""
-        self.departures.abandon()
-        if self.reducer is not None:
-            self.reducer.outside_backward()
-        for grads in self.grads:
-            grads.abandon()
-        for group in self.groups:
-            for kind in _OF_TRAINING & group.blocks.keys():
-                residence.remove_block(group, kind)
 
     def release(self) -> None:
         """Give back memory, files and threads."""
@@ -382,22 +380,8 @@ class ShardedModel:
         self.runtime.budget.refund(self.runtime.budget.used)  # every group's, and what of states was there
         self.room.leave()
 
-    def _free(self, home: ParamHome, value: torch.Tensor | None, keep: bool) -> None:
-        """Make one parameter an ordinary one with `value` (or what its home holds), or leave it without values."""
-        param = home.param
-        home.release()
-        if keep:
-            value = home.exported() if value is None else value
-            unguard(param)
-            del param.__dict__[ATTRIBUTE]
-            param.data = value
-            home.group.buffer.unseal_one()
-        else:
-            guard(param)
-            param.__dict__[ATTRIBUTE] = GoneHome(home.name)
-            _replace_with_meta(self.module, param, home)
-
-    def _restore_modules(self) -> None:
+    def restore_modules(self) -> None:
+        """The user's modules are of their own classes again."""
         buffers.move(self.module, torch.device("cpu"))
         for unit in self.units:
             unit.restore()
@@ -405,13 +389,3 @@ class ShardedModel:
             statedict.restore(module)
         self.module.__class__ = self._class
         self.module.__dict__.pop(MODEL_ATTRIBUTE, None)
-
-
-def _replace_with_meta(root: nn.Module, param: nn.Parameter, home: ParamHome) -> None:
-    """A parameter's data cannot become a meta tensor in place, so every module that holds it gets one new Parameter."""
-    value = torch.empty(home.slot.shape, dtype=home.dtype, device="meta")
-    new = nn.Parameter(value, requires_grad=param.requires_grad)
-    for module in root.modules():
-        for name, held in module._parameters.items():
-            if held is param:
-                module._parameters[name] = new

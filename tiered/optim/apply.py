@@ -1,0 +1,73 @@
+"""Apply: what a step that is decided does to every group.
+
+    on the device     groups that live there with all their states (resident)
+    on the host, now  groups of which nothing has to be moved; and all, with several ranks
+    lazy              the others, each when it is first needed: see `optim.lazy`
+
+Invariant: what cannot be had, staging and buffers, is asked for before anything is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tiered.optim import pipeline, resident, update
+from tiered.optim.crossing import Crossing
+from tiered.optim.lazy import LazyUpdate, Work, waits
+from tiered.optim.plan import StepPlan, within
+from tiered.zero.group import ParamGroup
+from tiered.zero.model import ShardedModel
+
+
+def apply(
+    model: ShardedModel, plan: StepPlan, grad_scale: float, verdict: resident.Verdict
+) -> tuple[set[int], LazyUpdate | None]:
+    """Update the groups of the plan: on the host with `grad_scale`, on the device as `verdict` says. Returns the index
+    of each whose copy on the device has been brought up to date already, and what of it is lazy, not begun yet.
+
+    Raises what reading or writing states raised; then the model has failed, unless nothing had changed.
+    """
+    groups = [g for g in model.groups if g.index in plan.segments]
+    states = {g.index: update.flat_state(g, model.grads[g.index].dtype) for g in groups if g.resident}
+    here = [g for g in groups if not g.resident]
+    step = model.new_step()
+    scratch = resident.scratch_for(list(states.values()), verdict)
+    apart = [g for g in here if g.states_apart]
+    crossing = Crossing(model.runtime, apart, grad_scale) if apart else None
+    begun = False
+
+    def begin() -> None:
+        nonlocal begun
+        if not begun:  # given to the device first, so that it works beside the CPU
+            begun = True
+            for index, state in states.items():
+                resident.update(plan.segments[index], state, verdict, scratch)
+
+    def change(chunk: pipeline.Chunk, tensors: dict[str, torch.Tensor]) -> None:
+        begin()
+        step.alive()
+        segments = within(plan.segments[chunk.group.index], chunk.start, chunk.stop)
+        if crossing is not None and chunk.group.states_apart:
+            crossing.update(segments, chunk.group, chunk.start, tensors)
+        else:
+            update.on_host(segments, tensors, grad_scale)
+
+    def work(groups: Sequence[ParamGroup]) -> list[Work]:
+        return [(g, update.arrays(g, model.grads[g.index].dtype)) for g in groups]
+
+    model.before_step()
+    later = [] if apart else [g for g in here if waits(g) and not model.grads[g.index].viewed()]
+    lazy = LazyUpdate(model, work(later), change, step.updated) if later else None
+    try:
+        for part in step.parts([g for g in here if g not in later]):
+            pipeline.run(model.runtime.store, model.runtime.meter, work(part), change, step.updated)
+        begin()
+        step.finish()
+    except BaseException as error:
+        if lazy is not None:
+            lazy.abandon()
+        model.failure = error if begun else None
+        raise
+    return step.fresh, lazy
