@@ -314,7 +314,7 @@ class ShardedModel:
         return Step() if traffic is None else SharedStep(traffic, self.runtime.store)
 
     def before_step(self) -> None:
-        """Nothing fetched ahead reads what a step, or a load, is going to write; the last step is over, whole or torn."""
+        """Nothing fetched ahead reads what a step, or a load, is going to write; the last step is over."""
         if self.lazy is not None and self.failure is not None:
             self.lazy.abandon()
         self.finish_update()
