@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from tiered.device.memory import Memory
 from tiered.errors import CorruptDataError, StorageError, SwapDirectoryError, UsageError
 from tiered.io import commit as commits
-from tiered.io import directory
+from tiered.io import directory, share
 from tiered.io.commit import Commit, Identity, Kept, decode, encode
+from tiered.io.drive import Drive
 from tiered.io.engine import RECORD
 from tiered.io.extent import Extent, Stripes
 from tiered.io.swapfile import SwapSpace
@@ -215,6 +216,28 @@ def test_a_generation_that_cannot_be_written_leaves_the_one_before(
     again.revert()
     assert got(again, extent) == [1] * 6
     again.close()
+
+
+def test_a_commit_first_flushes_what_was_written_where_nothing_was_or_where_blocks_are_shared(
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space, extent = begun(folders)
+    synced: list[str] = []
+    monkeypatch.setattr(Drive, "sync", lambda drive: synced.append(drive.path))
+    monkeypatch.setattr(Drive, "direct", True)
+
+    def committed() -> bool:
+        synced.clear()
+        put(space, extent, 1)
+        space.commit(b"so")
+        return bool(synced)
+
+    assert [committed() for _ in range(4)] == [True, True, False, False]
+    monkeypatch.setattr(share, "_share", lambda *_: None)
+    with open(tmp_path / "linked", "wb") as target:
+        assert space.link(extent, target.fileno(), 0)
+    assert [committed() for _ in range(4)] == [False, True, False, False], "what is linked is written by the second"
+    space.close()
 
 
 @pytest.mark.parametrize("failing", ["fdatasync", "fsync"])

@@ -3,6 +3,7 @@
     swapfile    SwapSpace: what the store uses
     extent      what it allocates: pieces, and where they lie
     transfer    what its reads and writes return: tickets
+    share       how another file comes to have an extent's bytes without a copy
     drive       one drive's file: descriptors, direct I/O, which byte ranges are free
     directory   who owns a swap directory, and what a dead owner left behind
     owner       which process that is, and whether it lives

@@ -13,13 +13,15 @@ from __future__ import annotations
 import functools
 import types
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from tiered.io.engine import Mode, load_native
 
+NAMES: Mapping[Mode, str] = {"native": "crc32c", "portable": "crc32"}
+"""What is computed, for who keeps it beyond an engine's life."""
 Checksum = Callable[[memoryview, int], int]
 _Words = npt.NDArray[np.uint32]
 _POLYNOMIAL = 0x82F63B78  # Castagnoli's, reflected

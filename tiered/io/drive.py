@@ -2,7 +2,8 @@
 
 Invariants:
 1. Ranges start at multiples of BLOCK and are whole blocks; live ranges never overlap, free ones never touch.
-2. Every byte of the file is preallocated before a range over it is given out, so a write cannot find the drive full.
+2. Every byte of the file is preallocated before a range over it is given out, so a write cannot find the drive full
+   (but one to blocks that another file has come to share can: share.py).
 3. A failed `take` leaves the file as long as it was and the free ranges as they were.
 4. `direct` is the outcome of a real direct write and read on this file, not of a flag that was accepted.
 

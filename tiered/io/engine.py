@@ -20,7 +20,8 @@ Invariants (both engines; csrc/io_engine.h states them for the native one):
 6. Nothing of an engine keeps the interpreter from ending: threads are daemons, blocking calls into the extension are
    counted, and `close()`, which SwapSpace runs before the interpreter goes, ends them all.
 
-Checksums are the engine's own affair (native: CRC-32C, portable: zlib's CRC-32): a table never outlives its engine.
+Checksums are the engine's own affair (native: CRC-32C, portable: zlib's CRC-32): a table never outlives its engine
+(but what a commit or a link takes of it does, and says which: checksum.py).
 Leaves to swapfile.py where pieces lie and which calls may overlap.
 """
 

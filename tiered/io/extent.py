@@ -62,7 +62,9 @@ class Stripes:
 class Extent:
     """Space for `nbytes` bytes in a swap space; made by `allocate`, and of no use after `free`.
 
-    `records` has one (checksum, state) for each piece in each slot, kept up to date by the engines.
+    `records` has one (checksum, state) for each piece in each slot, kept up to date by the engines. `fresh` says of
+    each that a write there changes what the file system knows of the file, too: where nothing was written yet, and
+    where another file shares the blocks.
     """
 
     nbytes: int
@@ -73,6 +75,10 @@ class Extent:
     slots: npt.NDArray[np.uint8]  # (pieces,): where the contents of each piece are
     committed: npt.NDArray[np.uint8] | None = None  # likewise, at the last commit; None: there was none
     in_flight: list[Submission] = field(default_factory=list)
+    fresh: npt.NDArray[np.bool_] = field(init=False)  # (pieces * slots,)
+
+    def __post_init__(self) -> None:
+        self.fresh = np.ones(len(self.records), np.bool_)
 
     @property
     def pieces(self) -> int:

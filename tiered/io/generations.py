@@ -9,7 +9,8 @@ Invariants:
 2. A record that is neither is cleared before anything that it names may be overwritten.
 3. The directories are kept only while there is a whole record: a kill leaves nothing that nobody goes on from.
 4. Where the drives write past the page cache, a commit costs the drive one flush; in the "power" mode one more, before
-   the record, so that no record is there before what it names.
+   the record, so that no record is there before what it names; and so wherever something fresh was written, as what the
+   file system knows of the file would else be older than the record.
 5. While the drive holds a commit that was given up nothing is written to what it may still name.
 Leaves to swapfile.py when nothing is in flight.
 """
@@ -56,7 +57,7 @@ class Generations:
         self._files: list[RecordFile] = []
         self._last = 1  # the file of the last commit
         self._serial = 0
-        self._unsynced = True  # something has been written where nothing had been
+        self._unsynced = True  # something fresh has been written
         self._marked = False  # the directories are known to have a generation
         self.left = False
         """It is to stay on the drives when the space is closed."""
@@ -173,9 +174,9 @@ class Generations:
 
     # --- committing ---
 
-    def written(self, blank: bool) -> None:
-        """Something has been written; `blank`: where nothing had been."""
-        self._unsynced |= blank
+    def written(self, fresh: bool) -> None:
+        """Something has been written; see `Extent.fresh`."""
+        self._unsynced |= fresh
 
     def check(self) -> None:
         """Raise StorageError while nothing may be written."""

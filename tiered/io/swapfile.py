@@ -32,6 +32,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tiered.errors import ConfigError, UsageError
+from tiered.io.checksum import checksum
 from tiered.io.commit import Identity
 from tiered.io.directory import check
 from tiered.io.drive import BLOCK
@@ -39,6 +40,7 @@ from tiered.io.engine import RECORD, Mode, Piece, PieceState, chosen_mode, usabl
 from tiered.io.extent import Extent, Stripes
 from tiered.io.generations import Durability, Generations
 from tiered.io.resources import Resources
+from tiered.io.share import share
 from tiered.io.transfer import Ticket, Transfer, TransferPart
 
 __all__ = ["DriveStats", "Extent", "SwapSpace", "SwapStats", "Ticket"]
@@ -219,8 +221,7 @@ class SwapSpace:
         usable(self._owner, closed=False)
         with self._lock:
             usable(self._owner, self._closed)
-            if extent not in self._live:
-                raise UsageError(f"{extent.label} was freed, or belongs to another swap space; allocate it here first")
+            self._check_live(extent)
             at = extent.record(np.arange(pieces.start, pieces.stop))
             if (extent.records["state"][at] == PieceState.WRITING).any():
                 raise UsageError(f"{extent.label} is being written there; wait for that ticket first")
@@ -231,7 +232,8 @@ class SwapSpace:
                 extent.turn(pieces)
                 at = extent.record(np.arange(pieces.start, pieces.stop))
                 if self.generations is not None:
-                    self.generations.written(bool((extent.records["state"][at] == PieceState.BLANK).any()))
+                    self.generations.written(bool(extent.fresh[at].any()))
+                extent.fresh[at] = False
                 extent.records["state"][at] = PieceState.WRITING
             by_drive = self._by_drive(extent, address - offset, pieces)
             parts = []
@@ -240,6 +242,35 @@ class SwapSpace:
                 extent.in_flight.append(submission)
                 parts.append(TransferPart(submission, self._resources.drives[index].path, drive_pieces))
         return Transfer(parts, write, extent.label)
+
+    def link(self, extent: Extent, descriptor: int, offset: int) -> list[int] | None:
+        """Lets the file `descriptor` have the extent's bytes from `offset` on (a multiple of BLOCK) without moving
+        them, and zeros from their end to the end of the last block.
+
+        Gives the checksum of each piece, that of the last with these zeros. None, with that range of the file
+        undefined, where a piece has no bytes of its own or the file system does not share blocks between the two.
+        Nothing of the extent may be written or freed meanwhile. Raises OSError where the file system fails.
+        """
+        with self._lock:
+            usable(self._owner, self._closed)
+            self._check_live(extent)
+            contents = extent.contents
+            if (contents["state"] != PieceState.VALID).any():
+                return None
+            extent.fresh[extent.record(np.arange(extent.pieces))] = True
+            by_drive = self._by_drive(extent, 0, range(extent.pieces))
+        for index, pieces in by_drive.items():
+            if not share(self._resources.drives[index].buffered_fd, pieces, descriptor, offset):
+                return None
+        sums: list[int] = contents["checksum"].tolist()
+        if rest := bytes(-extent.nbytes % BLOCK):
+            os.pwrite(descriptor, rest, offset + extent.nbytes)
+            sums[-1] = checksum(self.mode)(memoryview(rest), sums[-1])
+        return sums
+
+    def _check_live(self, extent: Extent) -> None:
+        if extent not in self._live:
+            raise UsageError(f"{extent.label} was freed, or belongs to another swap space; allocate it here first")
 
     def _piece_range(self, extent: Extent, nbytes: int, offset: int) -> range:
         stop = offset + nbytes

@@ -1,6 +1,6 @@
 """Snapshot: blocks as they are now, read on a thread of the reader's while the store's own goes on; no copy of them.
 
-    taken (a drive gets what it lacks) -> read, in any order -> closed
+    taken (a drive gets what it lacks) -> read or linked, in any order -> closed
 
 Each byte is read where it lies for good: in the memory that is its block's home, or on the drive that is. Whether a
 drive's block is cached meanwhile, fetched again or evicted makes no difference there. So the one thing that may not
@@ -9,6 +9,7 @@ happen before the snapshot is closed is a change of its blocks: see `TieredStore
 Invariants:
 1. It has one window of memory, of WINDOW_BYTES at most, beside the host budget, and reads what follows only once.
 2. It changes nothing of the store; a read that fails is the reader's alone.
+3. A link has the same bytes as a copy of what `read` gives, and has moved none of them.
 Leaves to whom: taking and closing it are calls on the store's thread; that nothing changes is its owner's care.
 """
 
@@ -17,14 +18,29 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from tiered.device.base import Device
 from tiered.device.memory import Memory
+from tiered.io.checksum import NAMES
+from tiered.io.drive import BLOCK
 from tiered.stats import Meter
 from tiered.store.block import Block
+from tiered.store.checks import digits
 from tiered.store.store import TieredStore
 from tiered.store.tier import Tier
 from tiered.store.window import WINDOW_BYTES, windows
+
+ALIGN = BLOCK
+"""A link begins at a multiple of so many bytes, and is of whole ones; the last has zeros after the block's end."""
+
+
+class Linked(NamedTuple):
+    """How to check what a link has given a file: the checksum of each `piece_bytes` of it."""
+
+    check: str  # a key of `checks.CHECKS`
+    piece_bytes: int
+    sums: str  # in hexadecimal, one after the other
 
 
 class Snapshot:
@@ -54,6 +70,16 @@ class Snapshot:
                 self._fill(block, low, high)
                 self._holds = id(block), low
             yield data[max(low, start) - low : min(high, stop) - low]
+
+    def link(self, block: Block, descriptor: int, offset: int) -> Linked | None:
+        """Let a file have a whole block from `offset` on, see ALIGN. None, with that range of the file undefined, where
+        only a copy can: the block's home is no drive, or not of a file system that shares blocks with the file. Raises
+        OSError where that fails."""
+        if block.home is not Tier.NVME:
+            return None
+        space = self._store._drives()
+        sums = space.link(block.place, descriptor, offset)
+        return None if sums is None else Linked(NAMES[space.mode], space.piece_bytes, "".join(map(digits, sums)))
 
     def close(self) -> None:
         """Give the window back. Idempotent."""
