@@ -19,6 +19,7 @@ from torch import nn
 import tiered
 from tiered.checkpoint import manifest
 from tiered.checkpoint.folder import MANIFEST, Folder
+from tiered.checkpoint.spans import PIECE_BYTES
 
 
 @pytest.fixture
@@ -60,12 +61,8 @@ def first(body: Any) -> Any:
 def rename_file(body: Any, name: str) -> None:
     (old,) = body["files"]
     body["files"] = {name: body["files"][old]}
-    for stored in body["parameters"].values():
-        for kind in stored["kinds"].values():
-            for part in kind["parts"]:
-                part[0] = name
-    for lone in body["tensors"]:
-        lone[2][0] = name
+    for span in body["spans"]:
+        span[0] = name
 
 
 HOSTILE: dict[str, Callable[[Any], None]] = {
@@ -73,19 +70,30 @@ HOSTILE: dict[str, Callable[[Any], None]] = {
     "an absolute path": lambda body: rename_file(body, "/etc/passwd"),
     "a path with a null": lambda body: rename_file(body, "0" * 16 + "/rank-0.safetensors\0"),
     "an absurd size": lambda body: body["files"].update({next(iter(body["files"])): 1 << 60}),
-    "a negative offset": lambda body: first(body)["parts"][0].__setitem__(1, -1),
-    "an offset beyond the end": lambda body: first(body)["parts"][0].__setitem__(1, 1 << 40),
+    "a negative offset": lambda body: first(body)["parts"][0].__setitem__(1, -4),
+    "an offset beyond the span": lambda body: first(body)["parts"][0].__setitem__(1, 1 << 40),
+    "an offset inside of an element": lambda body: first(body)["parts"][0].__setitem__(1, 2),
+    "a span that there is not": lambda body: first(body)["parts"][0].__setitem__(0, 99),
+    "a span before the file": lambda body: body["spans"][0].__setitem__(1, -4096),
+    "a span beyond the end": lambda body: body["spans"][0].__setitem__(1, 1 << 40),
+    "spans that overlap": lambda body: body["spans"][1].__setitem__(1, body["spans"][0][1] + 8),
+    "an unknown check": lambda body: body["spans"][0].__setitem__(3, "sum"),
+    "pieces larger than memory": lambda body: body["spans"][0].__setitem__(4, 1 << 40),
+    "pieces of nothing": lambda body: body["spans"][0].__setitem__(4, 0),
+    "pieces that cut elements": lambda body: body["spans"][0].__setitem__(4, (1 << 20) + 2),
+    "too many checksums": lambda body: body["spans"][0].__setitem__(5, "0" * 32),
+    "a checksum that is no number": lambda body: body["spans"][0].__setitem__(5, "x" * 16),
     "an overflowing shape": lambda body: next(iter(body["parameters"].values())).update(shape=[1 << 40, 1 << 40]),
     "a shape that is no number": lambda body: next(iter(body["parameters"].values())).update(shape=["4", 4]),
     "a gap between parts": lambda body: first(body)["parts"][0].__setitem__(2, 1),
     "no parts": lambda body: first(body).update(parts=[]),
-    "no hashes": lambda body: first(body)["parts"][0].__setitem__(4, []),
+    "no checksums": lambda body: body["spans"][0].__setitem__(5, ""),
     "an unknown dtype": lambda body: first(body).update(dtype="float7"),
     "a dtype that is code": lambda body: body["tensors"][0].__setitem__(1, "__import__('os').system('true')"),
     "an unknown kind": lambda body: next(iter(body["parameters"].values()))["kinds"].update(evil={}),
     "a tensor that there is not": lambda body: body["buffers"].update({"1.running_mean": 999}),
     "a group of unknown names": lambda body: body["groups"][0]["params"].append("nobody"),
-    "another version": lambda body: body.update(version=2),
+    "another version": lambda body: body.update(version=3),
     "another format": lambda body: body.update(format="tar"),
     "no parameters": lambda body: body.pop("parameters"),
     "a list for a dictionary": lambda body: body.update(files=[]),
@@ -97,6 +105,45 @@ HOSTILE: dict[str, Callable[[Any], None]] = {
 def test_a_crafted_manifest_is_refused(name: str, saved: Path) -> None:
     rewritten(saved, HOSTILE[name])
     assert "not a sound checkpoint manifest" in refused(saved, tiered.CorruptDataError)
+
+
+def of_version_1(path: Path) -> None:
+    """Make the manifest one of version 1: each part has hashes of its own."""
+
+    def change(body: Any) -> None:
+        def old(part: list[int], itemsize: int) -> None:
+            number, at, start, stop = part
+            file, offset = body["spans"][number][:2]
+            data = (path / file).read_bytes()[offset + at :][: (stop - start) * itemsize]
+            hashes = [manifest.hash_of(data[i : i + PIECE_BYTES]) for i in range(0, len(data), PIECE_BYTES)]
+            part[:] = [file, offset + at, start, stop, hashes]
+
+        for stored in body["parameters"].values():
+            for kind in stored["kinds"].values():
+                for part in kind["parts"]:
+                    old(part, manifest.DTYPES[kind["dtype"]].itemsize)
+        for lone in body["tensors"]:
+            old(lone[2], 1)
+        body.update(version=1)
+        del body["spans"]
+
+    rewritten(path, change)
+
+
+def test_a_checkpoint_of_version_1_is_read_as_ever(saved: Path) -> None:
+    with sharded(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), device="cpu") as (model, optimizer, _):
+        want = tiered.load(model, optimizer, saved), dict(model.state_dict())
+    of_version_1(saved)
+    with sharded(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), device="cpu") as (model, optimizer, _):
+        got = tiered.load(model, optimizer, saved), dict(model.state_dict())
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert tiered.inspect(saved, verify=True).sound
+    (file,) = saved.glob("*/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert "not those that were written (xxh3)" in refused(saved, tiered.CorruptDataError)
+    assert [fault.kind for fault in tiered.inspect(saved, verify=True).faults] == ["corrupt"]
 
 
 def test_bytes_of_a_manifest_that_have_changed_are_noticed_wherever_they_are(saved: Path) -> None:

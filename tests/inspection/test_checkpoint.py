@@ -76,12 +76,15 @@ def test_of_several_all_are_said_and_the_one_that_load_takes_is_marked(swap: Pat
 
 def test_a_flipped_bit_is_named_with_its_file_its_place_and_its_parameter(saved: Path) -> None:
     body = json.loads((saved / MANIFEST).read_text())["manifest"]
-    offset = body["parameters"]["2.weight"]["kinds"]["exp_avg"]["parts"][0][1]
-    flip(data_file(saved), offset + 40)
+    number, at, *_ = body["parameters"]["2.weight"]["kinds"]["exp_avg"]["parts"][0]
+    _, offset, nbytes, *_ = body["spans"][number]
+    flip(data_file(saved), offset + at + 40)
     assert tiered.inspect(saved).sound, "only --verify reads the bytes"
     (fault,) = tiered.inspect(saved, verify=True).faults
     assert (fault.kind, fault.path, fault.offset) == ("corrupt", str(data_file(saved)), offset)
-    assert (fault.nbytes, fault.of) == (2100 * 4, ("exp_avg of 2.weight",))
+    assert fault.nbytes == nbytes < 1 << 20, "the piece around it"
+    assert "exp_avg of 2.weight" in fault.of
+    assert all(of.startswith("exp_avg of ") for of in fault.of)
 
 
 def test_a_changed_header_is_found_though_it_has_no_hash(saved: Path) -> None:

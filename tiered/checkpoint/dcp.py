@@ -31,7 +31,7 @@ import torch
 from tiered.checkpoint import adamw, beside, chunks
 from tiered.checkpoint.boxes import Box, boxes, position
 from tiered.checkpoint.chunks import METADATA, Place
-from tiered.checkpoint.manifest import PIECE_BYTES
+from tiered.checkpoint.spans import PIECE_BYTES
 from tiered.checkpoint.state import Source, State
 from tiered.errors import UsageError
 from tiered.zero.model import STATE_KINDS

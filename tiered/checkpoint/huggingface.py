@@ -65,7 +65,7 @@ def write(folder: Path, state: State, shard_bytes: int) -> None:
     for file, shard in zip(names, shards, strict=True):
         aliases = {alias: name for alias, name in state.aliases.items() if name in shard}
         entries = [Entry(name, source.dtype, source.shape) for name, source in shard.items()]
-        with Writer(beside.create(folder / file), str(folder / file), entries, aliases) as writer:
+        with Writer(beside.create(folder / file), folder, file, entries, aliases) as writer:
             for source in shard.values():
                 writer.write(source.pieces(window))
             writer.finish()

@@ -109,7 +109,7 @@ class _Loading:
                 missing.append(home.name)
                 continue
             stored = max(found, key=lambda each: len(each.kinds))  # of two names moments may have one alone
-            used |= {id(other) for other in found if _same(stored, other)}
+            used |= {id(other) for other in found if self._same(stored, other)}
             if stored.shape != tuple(home.slot.shape):
                 raise UsageError(
                     f"load(): parameter '{home.name}' has shape {tuple(home.slot.shape)}, but {stored.shape} in the "
@@ -131,6 +131,19 @@ class _Loading:
                         f"checkpoint {self._folder.path}"
                     )
                 self._buffers.append((buffers[name], lone))
+
+    def _same(self, one: Stored, other: Stored) -> bool:
+        """Whether two parameters have the same values, to the bit."""
+        a, b = one.kinds["value"], other.kinds["value"]
+        if (one.shape, a.dtype) != (other.shape, b.dtype) or a.parts == b.parts:
+            return (one.shape, a) == (other.shape, b)
+        with Reader(self._folder) as reader:
+            for start, values in reader.windows(a.parts, a.dtype, 0, one.numel):
+                for at, same in reader.windows(b.parts, a.dtype, start, start + values.numel()):
+                    mine = values[at - start : at - start + same.numel()]
+                    if not torch.equal(mine.view(torch.uint8), same.view(torch.uint8)):
+                        return False
+        return True
 
     def _judge(self, missing: list[str], unexpected: list[str]) -> None:
         told = [
@@ -228,11 +241,3 @@ class _Loading:
         """What this rank has saved, or rank 0 where there was no such rank."""
         saved = self._made.extras if self._made is not None else {}
         return saved.get(str(self._sharded.runtime.ranks.rank), saved.get("0"))
-
-
-def _same(one: Stored, other: Stored) -> bool:
-    """Whether two parameters have the same values, as far as hashes of the same parts tell."""
-    a, b = one.kinds["value"], other.kinds["value"]
-    return (
-        one.shape == other.shape and a.dtype == b.dtype and [p.hashes for p in a.parts] == [p.hashes for p in b.parts]
-    )

@@ -82,10 +82,9 @@ def write(folder: Folder, state: State, source: str) -> None:
         written = {}
         keys = [Entry(f"{weight}:{kind}:0", each.dtype, each.shape) for weight, kind, each in entries]
         window = a_window()
-        with Writer(descriptor, str(folder.path / name), keys) as writer:
+        with Writer(descriptor, folder.path, name, keys) as writer:
             for weight, kind, each in entries:
-                offset, hashes = writer.write(each.pieces(window))
-                written[weight, kind] = Part(name, offset, 0, each.numel, hashes)
+                written[weight, kind] = Part(writer.write(each.pieces(window)), 0, 0, each.numel)
             size = writer.finish()
         folder.commit(drawn, _manifest(state, written, {name: size}, source))
     except BaseException:
@@ -110,9 +109,8 @@ def _manifest(state: State, written: dict[tuple[str, str], Part], files: dict[st
                 kinds |= {kind: _kind(each, written[name, kind]) for kind, each in moments.items()}
             parameters[name] = Stored(weight.shape, tuple(names[name]), moments.step if moments else 0, kinds)
         if is_buffer is not False:
-            part = Part(kept.file, kept.offset, 0, weight.nbytes, kept.hashes)
             buffers[name] = len(tensors)
-            tensors.append(Lone(weight.shape, weight.dtype, part))
+            tensors.append(Lone(weight.shape, weight.dtype, Part(kept.span, 0, 0, weight.nbytes)))
     versions = {"python": platform.python_version(), "torch": torch.__version__, "tiered": version("tiered")}
     about: dict[str, Any] = {"versions": versions, "imported_from": source}
     return Manifest(

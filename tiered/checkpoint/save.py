@@ -1,7 +1,7 @@
 """tiered.save: the training state of a sharded model as a checkpoint.
 
-Each rank writes what it owns, by parameter: its elements of every value and moment, through one window. Then rank 0
-collects where everything is and commits the manifest.
+Each rank writes what it owns: its elements of every value and moment, through one window, or without moving them where
+a file system can share blocks. Then rank 0 collects where everything is and commits the manifest.
 
     every rank begins (a call of all) -> each writes its share -> rank 0 commits       in the foreground: calls of all
                                          `---------- on threads: see `background` -----------'   in the background
@@ -53,7 +53,8 @@ def save(
     It replaces what was there at one instant: killed at any moment, `path` holds the old checkpoint or the new one.
     With `keep`, `path` holds several: the new one goes to `path`/step-<updates>, and all but the newest `keep` are
     removed. extra: what else is to be kept (numbers, strings, None, tensors, lists and dictionaries of them); each
-    rank's own. Every rank calls it. Gradients are not saved: call it between `step` and the next backward.
+    rank's own. Every rank calls it. Gradients are not saved: call it between `step` and the next backward. What lives
+    on a drive is not moved where `path` is on a file system that can share its blocks (XFS, btrfs).
 
     background: return as soon as what is small has been copied, and write on a thread while training goes on. The next
     change of states (a step, an edit of parameters) waits until they have been read; the next `save`, `load` and

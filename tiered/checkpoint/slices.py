@@ -6,9 +6,10 @@ Read are the pieces that the manifest names, by ordinary reads: a drive that fai
 would give a signal.
 
 Invariants:
-1. At most PIECE_BYTES of a file are in memory at once when it is read, and a reader keeps the last piece; what is
-   written is the caller's memory.
-2. What is read has the hash that was written, or CorruptDataError names the file and the offset.
+1. At most PIECE_BYTES of a file are in memory at once when it is read: a reader keeps the last pieces. What is written
+   is the caller's memory.
+2. What is read has the checksum that was written, or CorruptDataError names the file and the offset.
+3. No byte of a file is without a tensor: between others there may be tensors of no meaning (`pad`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -24,8 +27,10 @@ import torch
 import xxhash
 
 from tiered.checkpoint.folder import Folder
-from tiered.checkpoint.manifest import PIECE_BYTES, Part, hash_of
+from tiered.checkpoint.manifest import Part
+from tiered.checkpoint.spans import GRID_BYTES, PIECE_BYTES, Span
 from tiered.errors import CorruptDataError, StorageError
+from tiered.store.snapshot import Linked
 
 NAMES = {
     torch.float64: "F64",
@@ -53,15 +58,34 @@ class Entry(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+PAD = re.compile(r"pad:[0-9]+")
+"""Keys of tensors that only fill a place; a parameter's has two colons."""
+
+
+def pad(number: int, nbytes: int) -> Entry:
+    """The file's tensor `number` of those that only fill a place."""
+    return Entry(f"pad:{number}", torch.uint8, (nbytes,))
+
+
 class Writer:
-    """Writes one data file: `write` for each entry in the order given, then `finish`."""
+    """Writes one data file: its entries in the order given, each or several at once by `write` or `link`, then
+    `finish`."""
 
     def __init__(
-        self, descriptor: int, path: str, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None
+        self,
+        descriptor: int,
+        folder: Path,
+        name: str,
+        entries: Sequence[Entry],
+        metadata: Mapping[str, str] | None = None,
+        *,
+        align: int = 8,
     ) -> None:
-        """Owns `descriptor` from now on, also where it raises StorageError; `metadata` goes to the header."""
+        """The file `name` of `folder`. Owns `descriptor` from now on, also where it raises StorageError; `metadata`
+        goes to the header. align: what the first entry's place is a multiple of."""
         self._descriptor = descriptor
-        self._path = path
+        self._name = name
+        self._path = str(folder / name)
         self._at = 0
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
         end = 0
@@ -69,7 +93,7 @@ class Writer:
             span = [end, end := end + entry.nbytes]
             header[entry.key] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": span}
         text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
+        text += b" " * (-(8 + len(text)) % align)
         try:
             self._put(len(text).to_bytes(8, "little") + text)
         except BaseException:
@@ -82,21 +106,34 @@ class Writer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         os.close(self._descriptor)
 
-    def write(self, data: Iterable[memoryview]) -> tuple[int, tuple[str, ...]]:
-        """Write the next entry, given in pieces of any size. Returns where it starts in the file, and its hashes."""
-        offset, hashes, hashing = self._at, [], xxhash.xxh3_64()
+    def write(self, data: Iterable[memoryview]) -> Span:
+        """Write what comes next, given in pieces of any size."""
+        offset, sums, hashing = self._at, [], xxhash.xxh3_64()
         for piece in data:
             while piece:
-                room = PIECE_BYTES - (self._at - offset) % PIECE_BYTES
+                room = GRID_BYTES - (self._at - offset) % GRID_BYTES
                 part, piece = piece[:room], piece[room:]
                 hashing.update(part)
                 self._put(part)
                 if len(part) == room:
-                    hashes.append(hashing.hexdigest())
+                    sums.append(hashing.hexdigest())
                     hashing.reset()
-        if (self._at - offset) % PIECE_BYTES:
-            hashes.append(hashing.hexdigest())
-        return offset, tuple(hashes)
+        if (self._at - offset) % GRID_BYTES:
+            sums.append(hashing.hexdigest())
+        return Span(self._name, offset, self._at - offset, "xxh3", GRID_BYTES, "".join(sums))
+
+    def link(self, nbytes: int, link: Callable[[int, int], Linked | None]) -> Span | None:
+        """Have the next `nbytes` be those of another file, as `link(descriptor, offset)` makes them; None, with nothing
+        written, where it gives None."""
+        offset = self._at
+        try:
+            linked = link(self._descriptor, offset)
+            if linked is None:
+                return None
+            self._at = os.lseek(self._descriptor, offset + nbytes, os.SEEK_SET)
+        except OSError as error:
+            raise _named(error, "cannot share its blocks with the swap file", self._path) from error
+        return Span(self._name, offset, nbytes, *linked)
 
     def finish(self) -> int:
         """Bring everything to the drive; returns the bytes of the file."""
@@ -122,7 +159,7 @@ class Reader:
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
         self._open: dict[str, int] = {}
-        self._last: tuple[tuple[str, int], torch.Tensor] | None = None  # windows that straddle pieces ask for one twice
+        self._kept: dict[tuple[Span, int], torch.Tensor] = {}  # the piece asked for last is the last
 
     def __enter__(self) -> Reader:
         return self
@@ -141,31 +178,37 @@ class Reader:
             low, high = max(part.start, start), min(part.stop, stop)
             if low >= high:
                 continue
-            total = (part.stop - part.start) * size
-            first, last = (low - part.start) * size // PIECE_BYTES, -(-(high - part.start) * size // PIECE_BYTES)
-            for number in range(first, last):
-                at = number * PIECE_BYTES
-                piece = self.piece(part.file, part.offset + at, min(PIECE_BYTES, total - at), part.hashes[number])
-                begin = part.start + at // size
-                values = piece.view(dtype)
-                yield max(low, begin), values[max(low - begin, 0) : high - begin]
+            grid, at = part.span.piece_bytes, part.at + (low - part.start) * size
+            end = at + (high - low) * size
+            for number in range(at // grid, -(-end // grid)):
+                piece = self.piece(part.span, number)
+                base = number * grid
+                first = max(at - base, 0)
+                yield low + (base + first - at) // size, piece[first : end - base].view(dtype)
 
-    def piece(self, file: str, offset: int, nbytes: int, digest: str) -> torch.Tensor:
-        """Bytes of a file (1-D uint8), as they were written; not to be changed."""
-        if self._last is not None and self._last[0] == (file, offset) and self._last[1].numel() == nbytes:
-            return self._last[1]
-        self._last = None  # before there is another one
-        if file not in self._open:
-            self._open[file] = self._folder.open(file)
-        path = str(self._folder.path / file)
+    def piece(self, span: Span, number: int) -> torch.Tensor:
+        """A piece (1-D uint8), as it was written; not to be changed. Windows on parts of one piece, and on kinds in
+        turn, ask for one again and again."""
+        out = self._kept.pop((span, number), None)
+        if out is None:
+            out = self._read(span, number)
+        self._kept[span, number] = out
+        return out
+
+    def _read(self, span: Span, number: int) -> torch.Tensor:
+        offset, nbytes = span.piece(number)
+        while self._kept and sum(piece.numel() for piece in self._kept.values()) + nbytes > PIECE_BYTES:
+            del self._kept[next(iter(self._kept))]
+        if span.file not in self._open:
+            self._open[span.file] = self._folder.open(span.file)
+        path = str(self._folder.path / span.file)
         out = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         view = out.numpy().data
-        read_into(view, self._open[file], offset, path)
-        if hash_of(view) != digest:
+        read_into(view, self._open[span.file], offset, path)
+        if not span.right(number, view):
             raise CorruptDataError(
-                errno.EIO, f"the {nbytes} bytes at {offset} are not those that were written (xxh3)", path
+                errno.EIO, f"the {nbytes} bytes at {offset} are not those that were written ({span.check})", path
             )
-        self._last = ((file, offset), out)
         return out
 
 

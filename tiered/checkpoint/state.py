@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tiered.checkpoint.manifest import PIECE_BYTES
+from tiered.checkpoint.spans import PIECE_BYTES
 from tiered.errors import UsageError
 
 

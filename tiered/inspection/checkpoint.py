@@ -2,8 +2,8 @@
 
 Invariants:
 1. Only the manifest and what it names is opened, and no link is followed.
-2. Verified is every byte of every data file: pieces by their xxh3, and the header, which has none, against the spans
-   that the manifest names. Bytes are read once however often they are named.
+2. Verified is every byte of every data file: pieces by their checksums, and the header, which has none, against the
+   parts that the manifest names. Bytes are read once however often they are named.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiered.checkpoint.folder import ID, MANIFEST, NEW, OTHER, Folder, listed, ours
-from tiered.checkpoint.manifest import PIECE_BYTES, Manifest, Part
-from tiered.checkpoint.slices import Reader, read_into
+from tiered.checkpoint.manifest import Manifest, Part
+from tiered.checkpoint.slices import PAD, Reader, read_into
+from tiered.checkpoint.spans import Span
 from tiered.errors import CorruptDataError, StorageError
 from tiered.inspection.reading import Tell, Work
 from tiered.inspection.report import Checkpoint, Contents, Finding, Findings, count, texts
 
 LARGEST_MANIFEST = 256 << 20  # bytes
 _LARGEST_HEADER = 64 << 20
-_NAMED = 20  # foreign entries
+_NAMED = 20  # foreign entries, parts of a piece
 
 
-class _Span(NamedTuple):
+class _Labelled(NamedTuple):
     """A part with what it is of, and bytes an element."""
 
     part: Part
@@ -77,10 +78,10 @@ def _look(path: Path, newest: bool, several: bool, stamp: _Stamp) -> tuple[Check
         disk_bytes = _look_around(found, folder, made)
     if made is not None:
         there = set(_sizes(found, folder, made))
-        by_file: dict[str, list[_Span]] = {name: [] for name in there}
-        for span in _spans(made):
-            if span.part.file in there and span.nbytes:
-                by_file[span.part.file].append(span)
+        by_file: dict[str, list[_Labelled]] = {name: [] for name in there}
+        for named in _parts(made):
+            if named.part.file in there and named.nbytes:
+                by_file[named.part.file].append(named)
         total = sum(made.files[name] for name in there)
         work = Work(total, partial(_verify, folder, by_file, stamp))
     checkpoint = Checkpoint(
@@ -168,14 +169,14 @@ def _sizes(found: Findings, folder: Folder, made: Manifest) -> Iterator[str]:
         yield name
 
 
-def _spans(made: Manifest) -> Iterator[_Span]:
+def _parts(made: Manifest) -> Iterator[_Labelled]:
     for name, stored in made.parameters.items():
         for kind, whole in stored.kinds.items():
             for part in whole.parts:
-                yield _Span(part, f"{kind} of {name}", whole.dtype.itemsize)
+                yield _Labelled(part, f"{kind} of {name}", whole.dtype.itemsize)
     names = {number: f"buffer {name}" for name, number in made.buffers.items()}
     for number, lone in enumerate(made.tensors):
-        yield _Span(lone.part, names.get(number, "a tensor of extra"), 1)
+        yield _Labelled(lone.part, names.get(number, "a tensor of extra"), 1)
 
 
 def _contents(made: Manifest) -> Contents:
@@ -199,36 +200,33 @@ def _by_rank(made: Manifest) -> dict[str, dict[str, int]]:
     """What is stored, each byte once."""
     ranks: dict[str, dict[str, int]] = {}
     seen = set()
-    for span in _spans(made):
-        at = span.part.file, span.part.offset
-        if span.nbytes and at not in seen:
+    for named in _parts(made):
+        at = named.part.file, named.part.offset
+        if named.nbytes and at not in seen:
             seen.add(at)
-            kind = span.of.split(" ")[0] if span.itemsize > 1 else "other"
-            rank = span.part.file.rpartition("-")[2].partition(".")[0]
+            kind = named.of.split(" ")[0] if named.itemsize > 1 else "other"
+            rank = named.part.file.rpartition("-")[2].partition(".")[0]
             kinds = ranks.setdefault(rank, {})
-            kinds[kind] = kinds.get(kind, 0) + span.nbytes
+            kinds[kind] = kinds.get(kind, 0) + named.nbytes
     return ranks
 
 
 # --- every byte ---
 
 
-def _verify(folder: Folder, by_file: dict[str, list[_Span]], stamp: _Stamp, tell: Tell) -> tuple[Finding, ...]:
+def _verify(folder: Folder, by_file: dict[str, list[_Labelled]], stamp: _Stamp, tell: Tell) -> tuple[Finding, ...]:
     found = Findings()
-    for name, spans in sorted(by_file.items()):
+    for name, parts in sorted(by_file.items()):
         path = folder.path / name
+        by_span: dict[Span, list[_Labelled]] = {}
+        for named in sorted(parts, key=lambda named: (named.part.offset, named.stop)):
+            by_span.setdefault(named.part.span, []).append(named)
         try:
             with Reader(folder) as reader:
-                _verify_header(found, folder, name, spans, tell)
-                end = 0
-                for span in sorted(spans, key=lambda span: (span.part.offset, span.stop, span.part.hashes)):
-                    if span.part.offset >= end:
-                        _verify_span(found, reader, span, path, tell)
-                        last = span
-                    elif span.part.offset != last.part.offset or span.part.hashes != last.part.hashes:
-                        of = (last.of, span.of)
-                        found.add("unsound", path, "two parts overlap", offset=span.part.offset, nbytes=0, of=of)
-                    end = max(end, span.stop)
+                _verify_header(found, folder, name, parts, tell)
+                _verify_places(found, path, [named for inside in by_span.values() for named in inside])
+                for span, inside in by_span.items():
+                    _verify_span(found, reader, span, inside, path, tell)
         except StorageError as error:
             found.add("refused", path, error.strerror or str(error))
         if _stamp(folder.path) != stamp:
@@ -237,28 +235,39 @@ def _verify(folder: Folder, by_file: dict[str, list[_Span]], stamp: _Stamp, tell
     return found.all(folder.path)
 
 
-def _verify_span(found: Findings, reader: Reader, span: _Span, path: Path, tell: Tell) -> None:
+def _verify_places(found: Findings, path: Path, parts: list[_Labelled]) -> None:
+    """No two parts have bytes in common, unless they have all."""
+    last = None
+    for named in parts:
+        offset = named.part.offset
+        if last is not None and offset < last.stop and (offset, named.stop) != (last.part.offset, last.stop):
+            found.add("unsound", path, "two parts overlap", offset=offset, nbytes=0, of=(last.of, named.of))
+        if last is None or named.stop > last.stop:
+            last = named
+
+
+def _verify_span(found: Findings, reader: Reader, span: Span, parts: list[_Labelled], path: Path, tell: Tell) -> None:
     bad = False  # the piece before
-    for number, wanted in enumerate(span.part.hashes):
-        at = number * PIECE_BYTES
-        nbytes = min(PIECE_BYTES, span.nbytes - at)
+    for number in range(span.pieces):
+        offset, nbytes = span.piece(number)
         try:
-            reader.piece(span.part.file, span.part.offset + at, nbytes, wanted)
+            reader.piece(span, number)
             bad = False
         except StorageError as error:
+            of = tuple(named.of for named in parts if named.part.offset < offset + nbytes and named.stop > offset)
+            more = (f"and {len(of) - _NAMED} more",) if len(of) > _NAMED else ()
             if bad:
-                found.widen(nbytes, (span.of,))
+                found.widen(nbytes, of[:_NAMED] + more)
             else:
-                first = span.part.start + at // span.itemsize
-                says = f"from element {first} of {span.of} on: {error.strerror}"
                 kind = "corrupt" if isinstance(error, CorruptDataError) else "refused"
-                found.add(kind, path, says, offset=span.part.offset + at, nbytes=nbytes, of=(span.of,))  # type: ignore[arg-type]
+                says = error.strerror or str(error)
+                found.add(kind, path, says, offset=offset, nbytes=nbytes, of=of[:_NAMED] + more)  # type: ignore[arg-type]
             bad = True
         tell(nbytes)
 
 
-def _verify_header(found: Findings, folder: Folder, name: str, spans: list[_Span], tell: Tell) -> None:
-    """The header of the safetensors file: it names the spans that the manifest does, and nothing is beside them."""
+def _verify_header(found: Findings, folder: Folder, name: str, parts: list[_Labelled], tell: Tell) -> None:
+    """The header of the safetensors file: beside what only fills a place, it names the parts that the manifest does."""
     path = folder.path / name
     descriptor = folder.open(name)
     try:
@@ -269,9 +278,9 @@ def _verify_header(found: Findings, folder: Folder, name: str, spans: list[_Span
             raise ValueError(f"it says {nbytes} bytes")
         text = bytearray(nbytes)
         read_into(memoryview(text), descriptor, 8, str(path))
-        tensors = [entry for key, entry in json.loads(text).items() if key != "__metadata__"]
+        tensors = [entry for key, entry in json.loads(text).items() if key != "__metadata__" and not PAD.fullmatch(key)]
         told = {tuple(8 + nbytes + at for at in entry["data_offsets"]) for entry in tensors}
-        wanted = {(span.part.offset, span.stop) for span in spans}
+        wanted = {(named.part.offset, named.stop) for named in parts}
         if {span for span in told if span[0] < span[1]} != wanted:
             raise ValueError("it names other bytes than the manifest")
         tell(8 + nbytes)
