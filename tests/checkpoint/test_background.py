@@ -65,18 +65,22 @@ def bounded(one_thread: None) -> Iterator[None]:
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Writers stand before their first state until this is set, as it is by the first that waits for one of them."""
     opened = threading.Event()
-    read, wait_for = Snapshot.read, background.Background._await
+    wait_for = background.Background._await
 
-    def late(self: Snapshot, *span: Any) -> Iterator[memoryview]:
-        if threading.current_thread().name == SAVER:
-            assert opened.wait(LIMIT_S), "nobody waits"
-        return read(self, *span)
+    def late(usual: Callable[..., Any]) -> Callable[..., Any]:
+        def wait_and_go_on(*given: Any) -> Any:
+            if threading.current_thread().name == SAVER:
+                assert opened.wait(LIMIT_S), "nobody waits"
+            return usual(*given)
+
+        return wait_and_go_on
 
     def waiting(self: background.Background, event: threading.Event) -> None:
         opened.set()
         wait_for(self, event)
 
-    monkeypatch.setattr(Snapshot, "read", late)
+    for way in ("read", "link"):
+        monkeypatch.setattr(Snapshot, way, late(getattr(Snapshot, way)))
     monkeypatch.setattr(background.Background, "_await", waiting)
     return opened
 
