@@ -17,7 +17,8 @@ MAY_IMPORT = {
     # folder or file of tiered/: what of tiered/ it may import besides itself. Downwards only.
     "errors": set[str](),
     "config": {"errors"},
-    "stats": BASE,
+    "timeline": BASE,
+    "stats": BASE | {"timeline"},
     "estimate": BASE,
     "io": BASE,
     "device": BASE,
@@ -26,7 +27,7 @@ MAY_IMPORT = {
     "zero": BASE | {"stats", "device", "schedule", "store"},
     "optim": BASE | {"stats", "device", "schedule", "store", "zero"},
     "checkpoint": BASE | {"stats", "device", "store", "zero", "optim"},
-    "api": BASE | {"stats", "io", "device", "schedule", "store", "zero", "optim"},
+    "api": BASE | {"stats", "timeline", "io", "device", "schedule", "store", "zero", "optim"},
     "inspection": BASE | {"io", "optim", "checkpoint"},
     "__init__": BASE | {"stats", "estimate", "zero", "optim", "checkpoint", "inspection", "api"},
     "cli": BASE | {""},  # "" is the package itself: its public names

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +31,7 @@ from tiered.stats import Meter, Stats
 from tiered.store.store import TieredStore
 from tiered.store.tier import Budget, Tier
 from tiered.store.window import WINDOW_BYTES
+from tiered.timeline import Timeline
 from tiered.zero import lasting
 from tiered.zero.agreement import Call
 from tiered.zero.build import GroupPlan, build, gather_paths, plan_groups
@@ -125,7 +127,8 @@ def _build(
     """Open the resources of a sharded model, and build it on them; `undo` gives them back."""
     units, groups = plans
     ranks, kind = run.ranks, _device_name(config)
-    meter = Meter()
+    meter = Meter(_open_timeline(config, ranks))
+    undo.callback(meter.close)
     device = _open_device(kind, config)
     undo.callback(device.close)
     sizes = [g.sizes() for g in groups]
@@ -263,6 +266,22 @@ def stats(model: nn.Module) -> Stats:
 def _check_config(config: Any) -> None:
     if not isinstance(config, Config):
         raise ConfigError(f"config={config!r}: give a tiered.Config(...)")
+
+
+def _open_timeline(config: Config, ranks: Ranks) -> Timeline | None:
+    """Raises ConfigError where its file cannot be made."""
+    if config.trace is None:
+        return None
+    path = Path(config.trace)
+    if ranks.size > 1:
+        path = path.with_name(f"{path.stem}-r{ranks.rank}{path.suffix}")
+    try:
+        return Timeline(path, ranks.rank)
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise ConfigError(
+            f"trace='{path}' cannot be written: {reason}; give a file in a folder that is there"
+        ) from error
 
 
 def _host_limit(config: Config) -> int:

@@ -119,6 +119,8 @@ class Config:
     durability: what of a run that is killed is on the drives, where all its states live there: each step ("process":
         whatever ends the process, or the system), each step and that through a loss of power ("power": one flush of
         the drives more a step), or nothing, in half the space ("none").
+    trace: a file to write a timeline of the run to, which chrome://tracing and Perfetto (ui.perfetto.dev) open; what
+        is there is replaced. With several ranks each has its own: run.json becomes run-r0.json, run-r1.json, ...
 
     Raises ConfigError naming field, value and what would work.
     """
@@ -138,6 +140,7 @@ class Config:
     io_threads: int = 8
     drive_timeout_s: float | None = 30.0
     durability: Literal["process", "power", "none"] = "process"
+    trace: str | os.PathLike[str] | None = None
     emulation: Emulation = Emulation()
 
     def __post_init__(self) -> None:
@@ -163,6 +166,10 @@ class Config:
             object.__setattr__(self, "drive_timeout_s", float(self.drive_timeout_s))
         if self.durability not in ("process", "power", "none"):
             raise ConfigError(f"durability={self.durability!r}: use 'process', 'power' or 'none'")
+        if self.trace is not None:
+            if not isinstance(self.trace, (str, os.PathLike)) or not os.fspath(self.trace):
+                raise ConfigError(f"trace={self.trace!r}: give the path of a file, or None")
+            object.__setattr__(self, "trace", Path(os.path.abspath(os.path.expanduser(self.trace))))
         for field, kind in (("precision", MixedPrecision), ("emulation", Emulation)):
             if not isinstance(getattr(self, field), kind):
                 raise ConfigError(f"{field}={getattr(self, field)!r}: give a tiered.{kind.__name__}(...)")

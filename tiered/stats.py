@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 
+from tiered.timeline import Ending, Timeline
+
 COLLECTIVES = ("all_gather", "reduce_scatter", "broadcast")
 
 
@@ -67,9 +69,10 @@ class Stats:
 
 
 class Meter:
-    """The running account behind `Stats`. Thread-safe."""
+    """The running account behind `Stats`, and the way to the timeline where there is one. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline | None = None) -> None:
+        self.timeline = timeline
         self.steps = 0
         self.skipped_steps = 0
         self.uses = 0
@@ -98,7 +101,27 @@ class Meter:
         """Charge the time spent inside to `cause`."""
         start = time.perf_counter()
         try:
-            yield
+            with self.span(f"wait: {cause}", "stall"):
+                yield
         finally:
             with self._lock:
                 self.stalls[cause] += time.perf_counter() - start
+
+    def at(self, kind: str, what: str = "") -> None:
+        """The user's loop is at `what` now, as a `kind` of use."""
+        if self.timeline is not None:
+            self.timeline.at(f"{kind} {what}".strip(), kind)
+
+    def close(self) -> None:
+        """The account is closed; it can still be read."""
+        if self.timeline is not None:
+            self.timeline.close()
+
+    def span(self, what: str, kind: str) -> contextlib.AbstractContextManager[None]:
+        """`what` goes on inside."""
+        return contextlib.nullcontext() if self.timeline is None else self.timeline.span(what, kind)
+
+    def flight(self, what: str, kind: str, ticket: Ending) -> None:
+        """`what` goes on beside, until `ticket` is done."""
+        if self.timeline is not None and not ticket.done():
+            ticket.add_done_callback(self.timeline.flight(what, kind))

@@ -103,7 +103,8 @@ class Background:
 
     def _go(self) -> None:
         ranks = self._sharded.runtime.ranks
-        mine = self._job.write(alive=_nothing, read=self._read.set)
+        with self._sharded.runtime.meter.span(f"save to {self._job.where}", "save"):
+            mine = self._job.write(alive=_nothing, read=self._read.set)
         if ranks.rank:
             self._sidecars.say(mine)
             self._sidecars.verdict()

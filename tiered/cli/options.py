@@ -222,6 +222,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="go on from the last checkpoint in --save, or from what a killed run left in --nvme, whichever is newer",
     )
+    group.add_argument("--trace", type=Path, metavar="PATH", help="write a timeline there, which Perfetto opens")
     group.add_argument("--json", metavar="PATH", help="write the result there as JSON; - is stdout")
     group.add_argument(
         "--compare-plain",
@@ -353,7 +354,7 @@ def _config(given: argparse.Namespace, dtype: torch.dtype) -> tiered.Config:
         name: getattr(given, name)
         for name in (
             "device", "device_budget", "host_budget", "nvme", "param_tier", "optimizer_tier", "stage", "budgets",
-            "durability",
+            "durability", "trace",
         )
         if getattr(given, name) is not None
     }  # fmt: skip

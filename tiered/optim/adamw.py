@@ -23,7 +23,6 @@ device is `resident`'s.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -136,6 +135,7 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         model = self._open_model("step()")
+        model.runtime.meter.at("step")
         self._settle()
         model.begin_step()
         scale = self._scaler.scale if self._scaler is not None else 1.0
@@ -231,9 +231,13 @@ class AdamW(torch.optim.Optimizer):
         groups, scaler = self.progress()
         updates = {home.name: count for key, home in self._homes.items() if (count := self._steps.get(key, 0))}
         progress = Progress(self._calls, self._skipped_steps, updates, groups, scaler, self.model.optimizers)
-        return functools.partial(
-            self.model.runtime.store.commit, payload(self.model.module, progress, self.model.about)
-        )
+        runtime, told = self.model.runtime, payload(self.model.module, progress, self.model.about)
+
+        def commit() -> None:
+            with runtime.meter.span("commit", "commit"):
+                runtime.store.commit(told)
+
+        return commit
 
     def updates_of(self, home: ParamHome) -> int:
         """Updates taken of one parameter; 0 too where it is not this optimizer's."""

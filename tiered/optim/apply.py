@@ -49,10 +49,11 @@ def apply(
         begin()
         step.alive()
         segments = within(plan.segments[chunk.group.index], chunk.start, chunk.stop)
-        if crossing is not None and chunk.group.states_apart:
-            crossing.update(segments, chunk.group, chunk.start, tensors)
-        else:
-            update.on_host(segments, tensors, grad_scale)
+        with model.runtime.meter.span(f"update {chunk.group.name}", "update"):
+            if crossing is not None and chunk.group.states_apart:
+                crossing.update(segments, chunk.group, chunk.start, tensors)
+            else:
+                update.on_host(segments, tensors, grad_scale)
 
     def work(groups: Sequence[ParamGroup]) -> list[Work]:
         return [(g, update.arrays(g, model.grads[g.index].dtype)) for g in groups]

@@ -28,6 +28,7 @@ class Page(Protocol):
     """Something that is in memory or away."""
 
     index: int
+    name: str
     nbytes: int
     """What it takes of the budget while present; 0 for a page that never moves."""
 
@@ -85,6 +86,7 @@ class Executor:
 
     def use(self, page: Page, phase: Phase) -> None:
         """Make `page` present and fetch ahead. Raises BudgetError where it cannot fit beside what is pinned."""
+        self._meter.at(phase.name.lower(), page.name)
         if not page.nbytes:
             return
         self._room.observe()
@@ -120,6 +122,7 @@ class Executor:
 
     def touch(self, page: Page, phase: Phase) -> None:
         """As `use`, cheap when the page is the one that was used last."""
+        self._meter.at(phase.name.lower(), page.name)
         there = page.present and page.index not in self._coming
         if page.nbytes and (page.index != self._current or not there):
             self.use(page, phase)

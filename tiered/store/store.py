@@ -70,9 +70,8 @@ class TieredStore:
     # --- blocks ---
 
     def create(self, key: BlockKey, nbytes: int, home: Tier, *, memory: Buffer | None = None) -> Block:
-        """A new block of zeros, or of what `memory` holds: committed, charged by the caller, and from now on its home.
-        For Tier.HOST the charge becomes the store's; for Tier.DEVICE it stays the caller's, and so does memory that is
-        not the host's. Raises BudgetError or SwapFullError, with nothing kept, where its home has no room."""
+        """A new block of zeros, or of what `memory` holds: committed, charged by the caller (a Tier.HOST charge becomes
+        the store's), and its home. Raises BudgetError or SwapFullError, with nothing kept, without room."""
         if home is Tier.NVME:
             if self.space is None:
                 raise UsageError(f"{key} has its home on a drive, but no swap directory is set")
@@ -204,9 +203,9 @@ class TieredStore:
             return Finished()
         self._settle(block)
         extent = block.place
-        self._meter.count("nvme", read=nbytes)
         with uninterrupted():  # a transfer that has begun is always registered
-            return self._watched(block, memory, self._drives().read(extent, memory.address + at, nbytes, offset))
+            ticket = self._drives().read(extent, memory.address + at, nbytes, offset)
+            return self._watched(block, memory, ticket, read=nbytes)
 
     def write(self, block: Block, memory: Memory, *, at: int = 0, offset: int = 0, nbytes: int | None = None) -> Ticket:
         """Copy `nbytes` (default: to the block's end) of `memory` from byte `at` on into the block at `offset`."""
@@ -223,9 +222,9 @@ class TieredStore:
             return Finished()
         self._settle(block)
         extent = block.place
-        self._meter.count("nvme", written=nbytes)
         with uninterrupted():
-            return self._watched(block, memory, self._drives().write(extent, memory.address + at, nbytes, offset))
+            ticket = self._drives().write(extent, memory.address + at, nbytes, offset)
+            return self._watched(block, memory, ticket, written=nbytes)
 
     def load(self, block: Block, out: torch.Tensor, offset: int) -> None:
         """Fill `out` (1-D uint8, any size) with the block's bytes from `offset` on, through bounded staging."""
@@ -280,8 +279,7 @@ class TieredStore:
         return memory
 
     def unstage(self, memory: Memory) -> None:
-        """Give back staging memory; no transfer may still use it. A view held elsewhere (a collective's worker lets
-        go a moment late) keeps the pages until it goes."""
+        """Give back staging memory that no transfer uses. A view held elsewhere keeps the pages until it goes."""
         self._arena.give(memory)
         self._staged -= 1
 
@@ -327,14 +325,14 @@ class TieredStore:
             block.move(BlockState.HOST)
             return
         block.move(BlockState.FETCHING)
-        self._meter.count("nvme", read=block.nbytes)
-        block.ticket = self._watched(block, memory, self._drives().read(extent, memory.address, block.nbytes))
+        ticket = self._drives().read(extent, memory.address, block.nbytes)
+        block.ticket = self._watched(block, memory, ticket, read=block.nbytes)
 
     def _flush(self, block: Block) -> None:
         block.move(BlockState.FLUSHING)
-        self._meter.count("nvme", written=block.nbytes)
         memory = self._memory(block)
-        block.ticket = self._watched(block, memory, self._drives().write(block.place, memory.address, block.nbytes))
+        ticket = self._drives().write(block.place, memory.address, block.nbytes)
+        block.ticket = self._watched(block, memory, ticket, written=block.nbytes)
 
     def _settle(self, block: Block) -> None:
         """Wait until nothing of the block is in flight; raises its first failure."""
@@ -409,8 +407,10 @@ class TieredStore:
             raise UsageError("no swap directory is set")
         return self.space
 
-    def _watched(self, block: Block, memory: Memory, ticket: Ticket) -> Ticket:
-        """`ticket`, whose failure fails the block, and which keeps `memory` mapped and committed until it is done."""
+    def _watched(self, block: Block, memory: Memory, ticket: Ticket, *, read: int = 0, written: int = 0) -> Ticket:
+        """A transfer that is counted, whose failure fails the block, and which keeps `memory` until it is done."""
+        self._meter.count("nvme", read=read, written=written)
+        self._meter.flight(f"{'read' if read else 'write'} {block.key}", "drive", ticket)
         return Watched(ticket, failing(weakref.WeakMethod(self._fail), block)).beside(memory)
 
     def _fail(self, block: Block, error: BaseException) -> None:

@@ -26,6 +26,7 @@ from tiered.device.interrupt import uninterrupted
 from tiered.device.memory import Memory
 from tiered.device.ticket import Completion, Event, settled
 from tiered.errors import BudgetError
+from tiered.stats import Meter
 from tiered.zero.grads import GroupGrads, Kernels
 from tiered.zero.runtime import Runtime
 
@@ -148,18 +149,22 @@ class Departures:
     def _serve(self) -> queue.SimpleQueue[_Departure | None]:
         if self._thread is None:
             self._thread = threading.Thread(
-                target=_add_each, args=(self._jobs, self._kernels), name="tiered-gradients", daemon=True
+                target=_add_each,
+                args=(self._jobs, self._kernels, self._runtime.meter),
+                name="tiered-gradients",
+                daemon=True,
             )
             self._thread.start()
             weakref.finalize(self, self._jobs.put, None).atexit = False  # of a model that nobody closed
         return self._jobs
 
 
-def _add_each(jobs: queue.SimpleQueue[_Departure | None], kernels: Kernels) -> None:
+def _add_each(jobs: queue.SimpleQueue[_Departure | None], kernels: Kernels, meter: Meter) -> None:
     while (job := jobs.get()) is not None:
         error: BaseException | None = None
         try:
-            _add(job, kernels)
+            with meter.span(f"gradient of {job.grads.group.name}", "gradient"):
+                _add(job, kernels)
         except BaseException as caught:
             error = caught
         job.source = job.target = None  # what is over holds no memory

@@ -25,6 +25,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol, TypeVar
 
 from tiered.device.ticket import Completion, Event, Finished, Ticket, first, settled
@@ -335,11 +336,14 @@ class Exchange:
     def _finish(
         self, flag: Flag, groups: Sequence[int], jobs: dict[tuple[Flag, int], _Job], done: Iterator[int]
     ) -> None:
-        for position in done:
-            if (job := jobs.get((flag, groups[position]))) is not None:
-                with self._changed:
-                    self._jobs.pop((flag, groups[position]), None)
-                job.done.finish()
+        with (
+            self._meter.span(f"{str(flag.name).lower()} of groups {list(groups)}", "ranks") if groups else nullcontext()
+        ):
+            for position in done:
+                if (job := jobs.get((flag, groups[position]))) is not None:
+                    with self._changed:
+                        self._jobs.pop((flag, groups[position]), None)
+                    job.done.finish()
 
     def _say(self) -> tuple[Header, dict[tuple[Flag, int], _Job], _Asked | None]:
         """This rank's header, and what of it this round may be about."""

@@ -269,7 +269,7 @@ class ParamGroup:
         """The buffer's storage, its values present: what a saved parameter is a note of."""
         if self._disowned:
             raise UsageError(f"backward through group '{self.name}' after tiered.close(model): its weights are gone")
-        if self.nbytes and self.executor is not None:
+        if self.executor is not None:
             self.executor.touch(self, Phase.BACKWARD)
         if self.lazy is not None:
             self.lazy.compute(self)
@@ -391,7 +391,7 @@ class ParamGroup:
         return self.nbytes > 0 or "master" in self.blocks
 
     def _use(self, phase: Phase) -> None:
-        if self.nbytes and self.executor is not None:
+        if self.executor is not None:
             self.executor.use(self, phase)
         if self.lazy is not None:
             self.lazy.compute(self)

@@ -379,6 +379,7 @@ class ShardedModel:
                 group.buffer.decommit()
         self.runtime.budget.refund(self.runtime.budget.used)  # every group's, and what of states was there
         self.room.leave()
+        self.runtime.meter.close()
 
     def restore_modules(self) -> None:
         """The user's modules are of their own classes again."""
