@@ -3,8 +3,9 @@
     shard -> resume -> (load) -> { forward and backward, step, every few steps a save } -> close
 
 Marks go to a pipe, a byte at the beginning and one at the end of each phase (PHASES). Facts go to a file, a line of
-JSON each: {"step": s, "digest": ...} once the state after s steps is in place, and {"saved": s}. The numbers and data
-of a step depend on nothing but the seed, the step and the rank, so whatever was killed before it, a step has one state.
+JSON each: {"step": s} once step s has returned, with "digest" where it is complete, and {"saved": s}. The numbers
+and data of a step depend on nothing but the seed, the step and the rank, so whatever was killed before it, a step has
+one state.
 """
 
 import errno
@@ -168,7 +169,8 @@ def work(order: Order, rank: int, facts: Path, pipe: int, go: int) -> None:
             train_step(model, optimizer, step, rank, mark)
             step += 1
             tell(step=step)
-            tell(step=step, digest=digest(model, optimizer))
+            if saves is None or step % 2:  # reading completes the step; others are completed under the next forward
+                tell(step=step, digest=digest(model, optimizer))
             if saves is not None:
                 saves.look()
                 if step % SAVE_EVERY == 0:

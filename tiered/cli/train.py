@@ -129,6 +129,10 @@ class TieredLearner:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
+    def finish(self) -> None:
+        """Completes the last step."""
+        self._optimizer.keep()
+
     def drop(self) -> None:
         """Drops the gradients."""
         self._optimizer.zero_grad()
@@ -201,6 +205,7 @@ def train_tiered(
             if where and batches.place.first:
                 print(f"going on after step {done}, from {where}", file=sys.stderr)
             run_steps(learner, batches, stop, note, done)
+            learner.finish()
         finally:
             outcome.peak_growth_bytes = growth.peak_bytes()
             outcome.stats = tiered.stats(model)

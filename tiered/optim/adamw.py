@@ -218,9 +218,11 @@ class AdamW(torch.optim.Optimizer):
         return self._calls
 
     def keep(self) -> None:
-        """Make what there is now the generation that a killed run is gone on from, where all states are on drives.
-        Raises StorageError, and then the generation before is that still."""
-        self.model.finish_update()
+        """Complete the last step, and make what there is now the generation that a killed run is gone on from, where
+        all states are on drives. Raises StorageError, and then the generation before is that still."""
+        if self.model.lazy is not None:
+            self.model.finish_update()  # which ends with that
+            return
         with uninterrupted():  # a generation is made as a whole, on the drive and here
             self._keeping()()
 
