@@ -1,5 +1,6 @@
 """Checkpoints go to torch.distributed.checkpoint, which FSDP2 loads on any ranks, and come back from what it saved."""
 
+import errno
 import os
 import pickle
 import random
@@ -85,6 +86,31 @@ def test_plain_torch_loads_every_value_and_setting_by_its_name(tmp_path: Path) -
     assert [group["lr"] for group in got["optim"]["param_groups"]] == [1e-2, 1e-2]
     assert [group["weight_decay"] for group in got["optim"]["param_groups"]] == [1e-2, 0.0]
     assert [group["betas"] for group in got["optim"]["param_groups"]] == [(0.9, 0.999)] * 2
+
+
+@pytest.mark.parametrize("keys", [("model", ""), ("a", "a"), ("model", "model.0"), ("app.model", "app")])
+def test_names_of_model_and_optimizer_that_could_not_be_told_apart_are_refused(
+    keys: tuple[str, str], tmp_path: Path
+) -> None:
+    saved(tmp_path / "saved")
+    with pytest.raises(tiered.UsageError, match="told apart"):
+        tiered.export_checkpoint(tmp_path / "saved", tmp_path / "dcp", format="dcp", keys=keys)
+    assert not (tmp_path / "dcp").exists()
+
+
+def test_a_full_drive_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path / "saved")
+    write = os.write
+
+    def fails(descriptor: int, data: Any) -> int:
+        if "__0_0" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data)
+
+    with monkeypatch.context() as patch, pytest.raises(tiered.StorageError, match="No space left"):
+        patch.setattr(os, "write", fails)
+        tiered.export_checkpoint(tmp_path / "saved", tmp_path / "dcp", format="dcp")
+    assert not (tmp_path / "dcp").exists()
 
 
 def test_who_loads_a_flattened_optimizer_state_finds_every_name(tmp_path: Path) -> None:

@@ -420,3 +420,12 @@ def test_bytes_of_a_checkpoint_that_have_changed_are_never_exported(tmp_path: Pa
     with pytest.raises(tiered.CorruptDataError, match="not those that were written"):
         tiered.export_checkpoint(tmp_path / "saved", tmp_path / "hf")
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_name_that_a_safetensors_header_has_for_itself_is_refused(tmp_path: Path) -> None:
+    with session() as (model, optimizer):
+        tiered.save(model, optimizer, tmp_path / "saved")
+        name = next(iter(model.state_dict()))
+    with pytest.raises(tiered.UsageError, match="__metadata__"):
+        tiered.export_checkpoint(tmp_path / "saved", tmp_path / "out", names={name: "__metadata__"})
+    assert not (tmp_path / "out").exists()

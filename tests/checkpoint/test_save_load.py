@@ -380,3 +380,19 @@ def test_a_flipped_bit_is_named_and_never_trained_on(tmp_path: Path) -> None:
         tiered.load(model, optimizer, tmp_path / "saved")
         equal({**outcome(model, optimizer), "norm": want["norm"]}, want)
         train(model, optimizer, range(2, 3))
+
+
+def test_settings_of_parameter_groups_follow_their_parameters_in_whatever_order_groups_come(tmp_path: Path) -> None:
+    def grouped(model: nn.Module, swapped: bool) -> tiered.AdamW:
+        decays = {"params": [p for p in model.parameters() if p.dim() > 1], "lr": 1e-3, "weight_decay": 0.3}
+        rest = {"params": [p for p in model.parameters() if p.dim() <= 1], "lr": 2e-3, "weight_decay": 0.0}
+        return tiered.AdamW([rest, decays] if swapped else [decays, rest])
+
+    with sharded(network(), device="cpu") as (model, _, _):
+        optimizer = grouped(model, False)
+        optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 0.5, 0.25
+        tiered.save(model, optimizer, tmp_path / "saved")
+    with sharded(network(), device="cpu") as (model, _, _):
+        optimizer = grouped(model, True)
+        tiered.load(model, optimizer, tmp_path / "saved")
+        assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.25, 0.0), (0.5, 0.3)]

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import gc
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from bad_drives import Error, bad_drives
 from torch import nn
 
 import tiered
-from tiered.optim import update
+from tiered.optim import adamw, update
+from tiered.store.store import TieredStore
 from tiered.zero.model import MODEL_ATTRIBUTE
 
 WIDTH, LAYERS = 64, 6
@@ -366,6 +368,76 @@ def test_a_step_that_fails_at_once_leaves_nothing_to_be_done_later(swap: Path, m
             trained.optimizer.step()
         assert store.staged == 0
         assert not trained.lazy
+
+
+@pytest.mark.parametrize("place", ["", *PLACES])
+def test_a_step_a_save_and_a_load_inside_a_forward_or_a_gather_are_refused_and_change_nothing(
+    place: str, swap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with training(swap, monkeypatch, place) as trained:
+        trained.step(0)
+        model, optimizer = trained.model, trained.optimizer
+        calls = (
+            optimizer.step,
+            lambda: tiered.save(model, optimizer, tmp_path / "saved"),
+            lambda: tiered.load(model, optimizer, tmp_path / "saved"),
+            lambda: tiered.close(model),
+        )
+        want = {name: value.clone() for name, value in model.state_dict().items()}
+
+        def refuse(*_: Any) -> None:
+            for call in calls:
+                with pytest.raises(tiered.UsageError, match="inside a forward or a gather"):
+                    call()
+
+        backward(model, 1)
+        with tiered.gather(model.layers[1], modify=True):
+            refuse()
+        handle = model.layers[2].register_forward_pre_hook(refuse)
+        model(torch.ones(2, WIDTH))
+        handle.remove()
+        assert optimizer.calls == 1
+        torch.testing.assert_close(dict(model.state_dict()), want, rtol=0, atol=0)
+
+
+def interrupting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, before which Ctrl-C comes once."""
+    left = [True]
+
+    def struck(*given: Any, **how: Any) -> Any:
+        if left:
+            left.clear()
+            signal.raise_signal(signal.SIGINT)
+        return function(*given, **how)
+
+    return struck
+
+
+@pytest.mark.parametrize("place", ["", *PLACES])
+@pytest.mark.parametrize("where", ["decision", "plan", "commit"])
+def test_a_step_that_is_interrupted_is_counted_and_happens_or_neither(
+    where: str, place: str, swap: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    for interrupted in (False, True):
+        with training(swap, monkeypatch, place) as trained, monkeypatch.context() as patch:
+            trained.step(0)
+            backward(trained.model, 1)
+            if interrupted and where == "decision":
+                patch.setattr(tiered.AdamW, "_taken", interrupting(tiered.AdamW._taken))
+            elif interrupted and where == "plan":
+                patch.setattr(adamw, "plan_step", interrupting(adamw.plan_step))
+            elif interrupted:
+                patch.setattr(TieredStore, "commit", interrupting(TieredStore.commit))
+            with contextlib.suppress(KeyboardInterrupt):
+                trained.optimizer.step()
+                trained.model.state_dict()
+            assert (trained.optimizer.calls, trained.optimizer.updates) == (2, 2)
+            trained.optimizer.zero_grad()
+            trained.step(2)
+            seen.append([value.clone() for value in trained.model.state_dict().values()])
+    for at_once, lazy in zip(*seen, strict=True):
+        torch.testing.assert_close(lazy, at_once, rtol=0, atol=0)
 
 
 def test_what_needs_memory_gets_it_from_a_step_that_is_not_over(swap: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,12 +53,17 @@ class _Out:
     def __init__(self, path: Path) -> None:
         self._descriptor = beside.create(path)
         self.at = 0
+        self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         left = memoryview(data).cast("B")
         size = len(left)
         while left:
-            count = os.write(self._descriptor, left)
+            try:
+                count = os.write(self._descriptor, left)
+            except OSError as error:
+                self.failure = error  # torch.save says something of its own
+                raise
             left, self.at = left[count:], self.at + count
         return size
 
@@ -123,7 +128,12 @@ class _Writing:
 
     def _save(self, value: Any) -> Any:
         at = self._out.at
-        torch.save(value, cast(IO[bytes], self._out))
+        try:
+            torch.save(value, cast(IO[bytes], self._out))
+        except RuntimeError:
+            if self._out.failure is not None:
+                raise self._out.failure from None
+            raise
         return self._info(_DATA, at, self._out.at - at)
 
     def _enter(
@@ -150,6 +160,8 @@ class _Writing:
 def write(folder: Path, state: State, keys: Keys) -> None:
     """Write weights, and the optimizer's state where there is one, to an empty folder."""
     model, optimizer = keys
+    if optimizer is not None and not _apart(model, optimizer):
+        raise UsageError(f"keys={keys!r}: names of the model and of the optimizer could not be told apart: give others")
     names: dict[str, list[str]] = {name: [name] for name in state.weights}
     for alias, name in state.aliases.items():
         names[name].append(alias)
@@ -163,6 +175,12 @@ def write(folder: Path, state: State, keys: Keys) -> None:
         file.write(writing.metadata())
         file.flush()
         os.fsync(file.fileno())
+
+
+def _apart(model: str, optimizer: str) -> bool:
+    """Whether no name begins as the model's do and as the optimizer's."""
+    one, other = f"{model}.", f"{optimizer}."
+    return optimizer != "" and (model == "" or not (one.startswith(other) or other.startswith(one)))
 
 
 def _write_optimizer(writing: _Writing, state: State, begin: tuple[str, ...]) -> None:

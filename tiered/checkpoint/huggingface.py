@@ -47,6 +47,8 @@ _LARGEST, _DIMENSIONS = 1 << 53, 64  # elements or bytes; torch's own limit
 
 def write(folder: Path, state: State, shard_bytes: int) -> None:
     """Write weights to an empty folder, in files of at most `shard_bytes` of data (a larger tensor has its own)."""
+    if "__metadata__" in state.weights:
+        raise UsageError("a tensor cannot be named '__metadata__' in a safetensors file: give it another name (names)")
     shards: list[dict[str, Source]] = [{}]
     filled = 0
     for name, source in state.weights.items():

@@ -60,6 +60,7 @@ def load(
     sharded = sharded_model(model)
     if optimizer is not None and (not isinstance(optimizer, AdamW) or optimizer.model is not sharded):
         raise UsageError("load(): the optimizer is not a tiered.AdamW of this model: give its own, or None for weights")
+    sharded.check_left("load()")
     sharded.end_saving()
     loading = _Loading(sharded, optimizer, names or {}, strict)
     loading.together("load(), looking", lambda: loading.look(path))
@@ -219,14 +220,15 @@ class _Loading:
         if self._optimizer is not None and self._made is not None:
             updates = {id(home.param): stored.step for home, stored in self._found if self._moments_of(home, stored)}
             groups = self._made.groups
-            if groups is not None and len(groups) != len(self._optimizer.param_groups):
+            here = {alias: home.name for home, stored in self._found for alias in stored.aliases}
+            mine = None if groups is None else self._optimizer.arranged(groups, here)
+            for number in [number for number, group in enumerate(mine or ()) if group is None]:
                 _LOGGER.warning(
-                    "load(): the checkpoint has %d parameter groups, this optimizer %d: hyperparameters stay",
-                    len(groups),
-                    len(self._optimizer.param_groups),
+                    "load(): the parameters of group %d of this optimizer are in several groups of the checkpoint, or "
+                    "in none: its hyperparameters stay",
+                    number,
                 )
-                groups = None
-            self._optimizer.take_up(updates, groups, self._made.scaler, self._made.calls or (self._made.step, 0))
+            self._optimizer.take_up(updates, mine, self._made.scaler, self._made.calls or (self._made.step, 0))
             if fresh := [home.name for home, stored in self._found if not self._moments_of(home, stored)]:
                 _LOGGER.info("load(): moments are fresh for %d parameters (%s, ...)", len(fresh), fresh[0])
         with torch._C.DisableTorchFunctionSubclass():

@@ -82,6 +82,11 @@ class _Resuming:
             progress = generation.read(generations.protected, generations.path)
             groups = len(self._optimizer.param_groups)
             generation.check(progress, self._sharded.module, groups, generations.path)
+            if None in self._optimizer.arranged(progress.groups):
+                raise UsageError(
+                    f"resume(): parameters are in other groups of the optimizer than in {generations.path}: make the "
+                    f"groups as they were, or load a checkpoint"
+                )
             self.progress = progress
         elif generations.strangers:
             raise UsageError(
@@ -105,7 +110,8 @@ class _Resuming:
         """Everything but the bytes of parameters."""
         by_name = {home.name: id(home.param) for home in self._sharded.homes}
         updates = {by_name[name]: count for name, count in progress.updates.items() if name in by_name}
-        self._optimizer.take_up(updates, progress.groups, progress.scaler, (progress.calls, progress.skipped))
+        groups = self._optimizer.arranged(progress.groups)
+        self._optimizer.take_up(updates, groups, progress.scaler, (progress.calls, progress.skipped))
         with torch.no_grad():
             for name, buffer in persistent_buffers(self._sharded.module).items():
                 buffer.copy_(progress.buffers[name])

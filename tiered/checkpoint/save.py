@@ -66,6 +66,7 @@ def save(
     """
     sharded = sharded_model(model)
     _check(sharded, optimizer, keep)
+    sharded.check_left("save()")
     sharded.end_saving()
     step = optimizer.updates if optimizer is not None else 0
     target = Path(os.path.abspath(os.fspath(path)))

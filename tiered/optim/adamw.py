@@ -135,6 +135,7 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         model = self._open_model("step()")
+        model.check_left("step()")
         model.runtime.meter.at("step")
         self._settle()
         model.begin_step()
@@ -154,18 +155,19 @@ class AdamW(torch.optim.Optimizer):
     def _step_here(self, norm: float, there: Sequence[ParamHome], scale: float) -> None:
         """Take or skip a step whose norm the host knows; a part of it may be lazy from then on."""
         model = self.model
-        if self._taken(norm):
+        with uninterrupted():  # Ctrl-C waits: a step is counted and happens as a whole, or not at all
+            if not self._taken(norm):
+                return
             factor = 1.0
             if self.max_grad_norm is not None:  # torch.nn.utils.clip_grad_norm_'s formula
                 factor = min(1.0, self.max_grad_norm / (self._grad_norm + 1e-6))
             plan = plan_step(self.param_groups, self._homes, self._steps)
             known = resident.known_factor(factor / scale, model.runtime.device.torch_device) if there else None
-            with uninterrupted():  # Ctrl-C waits: a step happens as a whole
-                fresh, lazy = apply(model, plan, factor / scale, resident.Verdict(known, None))
-                self._commit(plan)
-                if lazy is not None:
-                    lazy.begin(self._keeping())
-                self._announce(plan, fresh)
+            fresh, lazy = apply(model, plan, factor / scale, resident.Verdict(known, None))
+            self._commit(plan)
+            if lazy is not None:
+                lazy.begin(self._keeping())
+            self._announce(plan, fresh)
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -246,6 +248,14 @@ class AdamW(torch.optim.Optimizer):
         self._settle()
         return self._steps.get(id(home.param), 0)
 
+    def arranged(
+        self, groups: Sequence[Mapping[str, Any]], names: Mapping[str, str] | None = None
+    ) -> list[Mapping[str, Any] | None]:
+        """What of `progress` each group here has: that of the group that its parameters were in, and None where they
+        were in several. names: {name there: name here}, where they differ."""
+        mine = [[self._homes[id(param)].name for param in group["params"]] for group in self.param_groups]
+        return hyperparameters.arranged(mine, groups, names or {})
+
     def progress(self) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
         """Hyperparameters of each parameter group, with the names of its "params"; and the loss scaler's, if any."""
         self._settle()
@@ -258,18 +268,18 @@ class AdamW(torch.optim.Optimizer):
     def take_up(
         self,
         updates: Mapping[int, int],
-        groups: Sequence[Mapping[str, Any]] | None,
+        groups: Sequence[Mapping[str, Any] | None] | None,
         scaler: Mapping[str, Any] | None,
         calls: tuple[int, int] | None = None,
     ) -> None:
-        """Go on from `updates` (by id of the parameter; the moments are in place), from `progress` where given, and
-        from so many `calls` of `step`, beside them those that were skipped."""
+        """Go on from `updates` (by id of the parameter; the moments are in place), from `progress` where given, the
+        hyperparameters of each group here, and from so many `calls` of `step`, beside them those that were skipped."""
         self._settle()
         if calls is not None:
             self._calls, self._skipped_steps = calls
         self._steps = {key: count for key, count in updates.items() if key in self._homes and count}
         for mine, given in zip(self.param_groups, groups or (), strict=False):
-            mine.update(hyperparameters.like(mine, given))
+            mine.update(hyperparameters.like(mine, given or {}))
         if self._scaler is not None and scaler is not None:
             self._scaler = LossScaler(**scaler)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,19 @@ def like(group: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
                 found[name] = torch.full_like(old, value)
             else:
                 found[name] = tuple(value) if isinstance(value, list) else value
+    return found
+
+
+def arranged(
+    mine: Sequence[Sequence[str]], groups: Sequence[Mapping[str, Any]], names: Mapping[str, str]
+) -> list[Mapping[str, Any] | None]:
+    """For each list of parameters the one of `groups` that all of them were in, as far as they were in any; None where
+    that is not one. names: {name in `groups`: name in `mine`}, where they differ."""
+    place = {names.get(name, name): number for number, group in enumerate(groups) for name in group["params"]}
+    found: list[Mapping[str, Any] | None] = []
+    for number, each in enumerate(mine):
+        where = {place[name] for name in each if name in place} or {number} & set(range(len(groups)))
+        found.append(groups[where.pop()] if len(where) == 1 else None)
     return found
 
 

@@ -103,9 +103,10 @@ class LazyUpdate:
         if self._inside or self._model.lazy is not self:
             return
         self._check()
-        self._go(self._run.finish)
-        self._end()
-        self._over()
+        with uninterrupted():  # what is written is committed
+            self._go(self._run.finish)
+            self._end()
+            self._over()
 
     def relieve(self) -> bool:
         """Finish, so that staging comes back; False while a chunk is computed."""

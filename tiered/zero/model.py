@@ -169,6 +169,12 @@ class ShardedModel:
         if "master" in made:
             truth.fill_master(group)
 
+    def check_left(self, call: str) -> None:
+        """Raise UsageError inside a forward or a gather(), where parameters are the user's: nothing else may change or
+        take them."""
+        if used := [group.name for group in self.groups if group.in_use]:
+            raise UsageError(f"{call} inside a forward or a gather() of the model (group '{used[0]}'): leave it first")
+
     def begin_step(self) -> None:
         """Wait for gradients on their way and who reads states, reduce what is not reduced, and bring in what the user
         edited."""
@@ -354,8 +360,7 @@ class ShardedModel:
     def close(self, *, keep_weights: bool) -> None:
         """Back to a plain module; see `tiered.close`."""
         if not self.closed:
-            if any(group.in_use for group in self.groups):
-                raise UsageError("close() inside a forward or a gather() of the model: leave it first")
+            self.check_left("close()")
             if self.saving is not None:
                 self.saving.wait()
             self._end_update(keep_weights)
