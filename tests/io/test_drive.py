@@ -102,6 +102,19 @@ def test_a_drive_without_room_names_the_file_and_the_bytes(drive: Drive) -> None
     assert drive.take(3 * BLOCK) == first
 
 
+def test_more_than_a_drive_has_is_refused_without_filling_it_for_others(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(os, "posix_fallocate", lambda *given: asked.append(given[2]))
+    status = os.statvfs(drive.path)
+    with pytest.raises(SwapFullError, match="bytes are free"):
+        drive.take((status.f_bavail * status.f_frsize // BLOCK + (1 << 20)) * BLOCK)
+    assert asked == []
+    drive.take(BLOCK)
+    assert asked == [BLOCK]
+
+
 def test_what_a_drive_kept_of_a_failed_growth_is_given_back(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
     drive.take(BLOCK)
 

@@ -160,6 +160,8 @@ class Drive:
     def _grow(self, nbytes: int) -> None:
         needed = nbytes - self.nbytes
         try:
+            if self._lacks(needed):  # asked first: trying would fill the drive for everybody for a while
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             _preallocate(self.buffered_fd, self.nbytes, needed)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -175,6 +177,14 @@ class Drive:
                 self.path,
             ) from error
         self.nbytes = nbytes
+
+    def _lacks(self, nbytes: int) -> bool:
+        """The drive is known to have less room."""
+        try:
+            status = os.fstatvfs(self.buffered_fd)
+        except OSError:
+            return False
+        return status.f_bavail * status.f_frsize < nbytes
 
     def _free_bytes(self) -> int:
         try:
