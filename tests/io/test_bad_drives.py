@@ -406,7 +406,7 @@ def test_closing_a_space_with_a_dead_drive_ends_names_what_is_left_and_gives_the
     assert result.stdout.splitlines() == ["closed", "over"][: 1 if end else 2]
     left = [line for line in result.stderr.splitlines() if "not back from the drive" in line]
     assert len(left) == 1
-    assert re.match(rf"{tmp_path}/dead/tiered-\w+-r0/swap: \d+ transfers", left[0])
+    assert re.match(rf"{tmp_path}/dead/tiered-\w+-r0/swap: not back from the drive: \d+ transfers", left[0])
     # whoever comes next there removes it
     again = run_python("from tiered.io import SwapSpace\nSwapSpace([sys.argv[1]]).close()", tmp_path / "dead")
     assert again.returncode == 0, again.stderr
