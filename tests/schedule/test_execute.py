@@ -19,6 +19,7 @@ class FakePage:
 
     def __init__(self, index: int, nbytes: int, budget: Budget) -> None:
         self.index = index
+        self.name = f"page {index}"
         self.nbytes = nbytes
         self.pins = 0
         self.fetches = 0
