@@ -152,16 +152,16 @@ def test_a_step_that_fails_half_way_is_named_by_every_later_step(monkeypatch: py
     with tiered.shard(model, tiered.Config(device="cpu", host_budget="1MiB")):
         optimizer = tiered.AdamW(model.parameters(), lr=1e-2)
         model(torch.ones(2, 8)).sum().backward()
-        run = pipeline.run
+        run = pipeline.Run
 
-        def failing(store: object, meter: object, groups: object, update: pipeline.Update, *more: Any) -> None:
+        def failing(store: object, meter: object, groups: object, update: pipeline.Update, *more: Any) -> pipeline.Run:
             def once(chunk: pipeline.Chunk, tensors: dict[str, torch.Tensor]) -> None:
                 update(chunk, tensors)
                 raise OSError(5, "the drive is gone")
 
-            run(store, meter, groups, once, *more)  # type: ignore[arg-type]
+            return run(store, meter, groups, once, *more)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(pipeline, "run", failing)
+        monkeypatch.setattr(pipeline, "Run", failing)
         with pytest.raises(OSError, match="drive is gone"):
             optimizer.step()
         monkeypatch.undo()

@@ -160,7 +160,7 @@ class Drive:
     def _grow(self, nbytes: int) -> None:
         needed = nbytes - self.nbytes
         try:
-            if self._lacks(needed):  # asked first: trying would fill the drive for everybody for a while
+            if (free := self._known_free()) is not None and free < needed:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             _preallocate(self.buffered_fd, self.nbytes, needed)
         except OSError as error:
@@ -178,20 +178,16 @@ class Drive:
             ) from error
         self.nbytes = nbytes
 
-    def _lacks(self, nbytes: int) -> bool:
-        """The drive is known to have less room."""
+    def _known_free(self) -> int | None:
+        """Bytes free on the drive; None where it does not say."""
         try:
             status = os.fstatvfs(self.buffered_fd)
         except OSError:
-            return False
-        return status.f_bavail * status.f_frsize < nbytes
+            return None
+        return status.f_bavail * status.f_frsize
 
     def _free_bytes(self) -> int:
-        try:
-            status = os.fstatvfs(self.buffered_fd)
-        except OSError:
-            return 0
-        return status.f_bavail * status.f_frsize
+        return self._known_free() or 0
 
     def _open_direct(self) -> int:
         """A descriptor that has carried one block each way, or -1."""

@@ -63,7 +63,7 @@ def apply(
     lazy = LazyUpdate(model, work(later), change, step.updated) if later else None
     try:
         for part in step.parts([g for g in here if g not in later]):
-            pipeline.run(model.runtime.store, model.runtime.meter, work(part), change, step.updated)
+            pipeline.Run(model.runtime.store, model.runtime.meter, work(part), change, step.updated).finish()
         begin()
         step.finish()
     except BaseException as error:

@@ -160,17 +160,6 @@ class Run:
             raise
 
 
-def run(
-    store: TieredStore,
-    meter: Meter,
-    groups: Iterable[tuple[ParamGroup, Sequence[Array]]],
-    update: Update,
-    updated: Updated | None = None,
-) -> None:
-    """All of a `Run` at once."""
-    Run(store, meter, groups, update, updated).finish()
-
-
 def _chunks(work: Sequence[tuple[ParamGroup, Sequence[Array]]], size: int) -> Iterator[Chunk]:
     for group, arrays in work:
         numel = group.spec.shard_numel
