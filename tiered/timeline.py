@@ -61,8 +61,8 @@ class Timeline:
 
     def at(self, what: str, kind: str) -> None:
         """The user's loop is at `what` now."""
-        now = time.perf_counter()
         with self._lock:
+            now = time.perf_counter()
             if self._here is not None and self._here[:2] == (what, kind):
                 return
             self._end_here(now)
@@ -83,8 +83,8 @@ class Timeline:
 
     def flight(self, what: str, kind: str) -> Callable[[], None]:
         """`what` goes on beside, until what this returns is called, on any thread."""
-        start = time.perf_counter()
         with self._lock:
+            start = time.perf_counter()  # not before the row was found free
             lanes = self._lanes.setdefault(kind, [])
             first = self._kinds.setdefault(kind, _LANES * (1 + len(self._kinds)))
             lane = lanes.index(False) if False in lanes else len(lanes)
