@@ -28,10 +28,12 @@ def test_many_runs_that_are_killed_at_random_instants_go_on_to_the_last_bit(tmp_
     said("kill_storm", tmp_path, 3600, "--kills", 200)
 
 
-def test_a_run_with_saves_and_kills_grows_in_nothing(tmp_path: Path) -> None:
-    assert "2 lives" in said("soak", tmp_path, 300, "--seconds", 24, "--lives", 2)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_with_saves_and_kills_grows_in_nothing(ranks: int, tmp_path: Path) -> None:
+    assert "2 lives" in said("soak", tmp_path, 300, "--seconds", 20, "--lives", 2, "--ranks", ranks)
 
 
 @pytest.mark.soak
-def test_a_long_run_with_saves_and_kills_grows_in_nothing(tmp_path: Path) -> None:
-    said("soak", tmp_path, 3600, "--seconds", 1800, "--lives", 20)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_long_run_with_saves_and_kills_grows_in_nothing(ranks: int, tmp_path: Path) -> None:
+    said("soak", tmp_path, 3600, "--seconds", 1800, "--lives", 20, "--ranks", ranks)

@@ -68,6 +68,7 @@ class Ranks:
         self._timeout_s = timeout_s
         self._group: Any = None
         self._place = ""
+        self._held: list[torch.Tensor] = []  # what torch's threads may still have, see `close`
         if dist.is_available() and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             self._join()
         joined = dist.is_available() and dist.is_initialized()
@@ -159,6 +160,10 @@ class Ranks:
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
+        # torch 2.7 ends a group with the interpreter's lock held, waiting for threads that may yet have to give up the
+        # tensors of calls that are over: for those that nobody else holds they need that lock
+        del group
+        self._held.clear()
 
     # --- on the group ---
 
@@ -167,6 +172,7 @@ class Ranks:
         if self.size == 1:
             return mine.view(1, -1)
         everybody = torch.empty(self.size * mine.numel(), dtype=mine.dtype, device="cpu")
+        self._hold(everybody, mine)
         _gather_single(everybody, mine, group=self._group)
         return everybody.view(self.size, -1)
 
@@ -270,21 +276,29 @@ class Ranks:
         """Give every rank the values of rank 0; on the host."""
         flat = tensor.detach().reshape(-1).view(torch.uint8)
         for start in range(0, flat.numel(), _MESSAGE):
-            dist.broadcast(flat[start : start + _MESSAGE], src=0, group=self._group)
+            piece = flat[start : start + _MESSAGE]
+            self._hold(piece)
+            dist.broadcast(piece, src=0, group=self._group)
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sum over ranks of each number; fp64."""
         total = torch.tensor(list(values), dtype=torch.float64, device="cpu")
+        self._hold(total)
         dist.all_reduce(total, group=self._group)
         return [float(value) for value in total.tolist()]
 
     def any(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether it is set on any rank."""
         united = torch.tensor(list(flags), dtype=torch.uint8, device="cpu")
+        self._hold(united)
         dist.all_reduce(united, op=dist.ReduceOp.MAX, group=self._group)
         return [bool(flag) for flag in united.tolist()]
 
     # --- inside ---
+
+    def _hold(self, *tensors: torch.Tensor) -> None:
+        """A call is about them."""
+        self._held = [held for held in self._held if held._use_count() > 1] + list(tensors)  # type: ignore[attr-defined]
 
     def _join(self) -> None:
         """Make torch's own process group, as torchrun describes it."""
