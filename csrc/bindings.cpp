@@ -93,11 +93,12 @@ void bind_io(nb::module_& module) {
       .def("done", &Request::done)
       .def("wait", &Request::wait, nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>())
       .def("failure", &failure)
+      .def("stranded", &Request::stranded)
       .def("notify", &Request::notify, nb::arg("token"));
 
   nb::class_<IoEngine>(module, "IoEngine")
-      .def(nb::init<int, int, unsigned, std::size_t, bool>(), nb::arg("buffered_fd"), nb::arg("direct_fd"),
-           nb::arg("threads"), nb::arg("piece_bytes"), nb::arg("in_place"))
+      .def(nb::init<int, int, unsigned, std::size_t>(), nb::arg("buffered_fd"), nb::arg("direct_fd"),
+           nb::arg("threads"), nb::arg("piece_bytes"))
       .def("submit", &submit, nb::arg("write"), nb::arg("pieces"), nb::arg("records"))
       .def("next_notification", &IoEngine::next_notification, nb::call_guard<nb::gil_scoped_release>())
       .def("late", &late, nb::arg("seconds"))

@@ -6,9 +6,6 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
 
 #include "crc32c.h"
 
@@ -78,23 +75,6 @@ Failure write_whole(Descriptors fds, const unsigned char* from, std::size_t nbyt
     return calls.write(fd, from + moved, left, at);
   };
   return run_whole(call, fds, nbytes, offset);
-}
-
-void copy_out(unsigned char* into, const unsigned char* from, std::size_t nbytes) noexcept {
-#ifdef __SSE2__
-  constexpr std::size_t kLine = 64;
-  if (reinterpret_cast<std::uintptr_t>(into) % sizeof(__m128i) == 0) {
-    const std::size_t lines = nbytes / kLine;
-    for (std::size_t line = 0; line < lines; ++line, into += kLine, from += kLine) {
-      const auto* source = reinterpret_cast<const __m128i*>(from);
-      auto* target = reinterpret_cast<__m128i*>(into);
-      for (int part = 0; part < 4; ++part) _mm_stream_si128(target + part, _mm_load_si128(source + part));
-    }
-    _mm_sfence();  // before anybody is told that the bytes are there
-    nbytes -= lines * kLine;
-  }
-#endif
-  std::memcpy(into, from, nbytes);
 }
 
 unsigned char* Bounce::get() noexcept {

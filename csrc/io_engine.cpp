@@ -69,8 +69,8 @@ std::vector<std::uint64_t> Request::finish(std::size_t piece, const Failure& fai
 
 // --- engine ----------------------------------------------------------------------------------------------------------
 
-IoEngine::IoEngine(int buffered_fd, int direct_fd, unsigned threads, std::size_t piece_bytes, bool in_place)
-    : owner_(::getpid()), state_(std::make_shared<State>(Descriptors{buffered_fd, direct_fd}, piece_bytes, in_place)) {
+IoEngine::IoEngine(int buffered_fd, int direct_fd, unsigned threads, std::size_t piece_bytes)
+    : owner_(::getpid()), state_(std::make_shared<State>(Descriptors{buffered_fd, direct_fd}, piece_bytes)) {
   if (threads == 0) throw std::invalid_argument("threads must be at least 1");
   if (piece_bytes == 0 || piece_bytes % kBlock != 0) {
     throw std::invalid_argument("piece_bytes must be a positive multiple of 4096");
@@ -138,7 +138,7 @@ std::optional<std::uint64_t> IoEngine::next_notification() {
 
 std::vector<Late> IoEngine::late(double seconds) const {
   std::vector<Late> found;
-  if (!in_owner() || state_->in_place) return found;
+  if (!in_owner()) return found;
   const std::lock_guard<std::mutex> lock(state_->mutex);
   for (const auto& [id, attempt] : state_->under_way) {
     const double out = seconds_since(attempt.begun);
@@ -183,7 +183,11 @@ bool IoEngine::give_up(std::uint64_t id) {
     attempt.given_up = true;
     ++state_->absent;
   }
-  if (request->op_ == Op::write) set_state(request->records_[request->pieces_[index].record], PieceState::invalid);
+  if (request->op_ == Op::write) {
+    set_state(request->records_[request->pieces_[index].record], PieceState::invalid);
+  } else {
+    request->stranded_.store(true, std::memory_order_release);
+  }
   state_->settle(*request, index, Failure{Fault::stalled, ETIMEDOUT, 0, seconds_since(found->second.begun)});
   for (const std::shared_ptr<Request>& queued : state_->queue) state_->refuse(*queued);
   state_->queue.clear();

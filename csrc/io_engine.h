@@ -4,7 +4,7 @@
 // order of submission and run them in parallel; the request is done when its last piece is.
 //
 //     queued --worker--> under way --call comes back--> settled
-//                          |  `- late -- replace() -- under way twice (reads) --first of the two--> settled
+//                          |  `- late -- replace() -- under way twice (reads) --the first of them--> settled
 //                          `- late -- give_up() --> settled (stalled); what is queued then --> settled (refused)
 //
 // Invariants:
@@ -17,9 +17,10 @@
 //  and
 //     a tail shorter than kBlock, go through the worker's bounce buffer, and the file is written and read up to the
 //     next multiple of kBlock: it must be that long. Without one, exactly the piece's bytes are touched.
-//  4. A piece is settled once, by whoever claims it under the mutex. Unless `in_place`, the system reads into the
-//     worker's own bounce buffer alone, and bytes are copied to the caller's memory after the claim. So whatever a late
-//     call still does, it does to memory that nobody else has, and a request that is done never touches its memory.
+//  4. A piece is settled once, by whoever claims it under the mutex. The first call of a read moves bytes to the
+//     caller's memory, the second one to a bounce buffer, which serves should the first come back with nothing good. So
+//     a request that is done never touches its memory again, unless it is `stranded`: a read of it was given up, and
+//     the call may fill that memory at any later moment.
 //  5. A late write reads the caller's memory through the kernel alone, for a piece that is `invalid` until it is
 //  written
 //     again; and while a call that was given up is out, nothing is begun. So no two writes of a piece race.
@@ -80,6 +81,9 @@ class Request {
   // The first failed piece; fault none while running and after success.
   Failure failure() const;
 
+  // Whether a read of it was given up: its memory belongs to a call that may not have come back.
+  bool stranded() const noexcept { return stranded_.load(std::memory_order_acquire); }
+
   // Asks for `token` among the engine's notifications on completion; false, and no notification, if already done.
   bool notify(std::uint64_t token);
 
@@ -105,6 +109,7 @@ class Request {
   Failure failure_;
   std::vector<std::uint64_t> tokens_;
   std::atomic<bool> done_;
+  std::atomic<bool> stranded_{false};
 };
 
 struct Counters {
@@ -133,10 +138,9 @@ struct Trouble {
 
 class IoEngine {
  public:
-  // `direct_fd` < 0 means the file system takes no direct I/O. `in_place`: read into the caller's memory, for which the
-  // price is that no piece may be given up, and `late` gives none. Throws std::invalid_argument on impossible sizes and
+  // `direct_fd` < 0 means the file system takes no direct I/O. Throws std::invalid_argument on impossible sizes and
   // std::system_error when threads cannot be started.
-  IoEngine(int buffered_fd, int direct_fd, unsigned threads, std::size_t piece_bytes, bool in_place);
+  IoEngine(int buffered_fd, int direct_fd, unsigned threads, std::size_t piece_bytes);
   ~IoEngine();
   IoEngine(const IoEngine&) = delete;
   IoEngine& operator=(const IoEngine&) = delete;

@@ -53,40 +53,39 @@ bool IoEngine::State::attempt(Lock& lock, const std::shared_ptr<Request>& reques
     outcome.blank = state == PieceState::blank;
     if (!outcome.blank && state != PieceState::valid) outcome.failure.fault = Fault::invalid;
   }
-  bool replaced = false;
   if (absent > 0 && !outcome.blank) outcome.failure = Failure{Fault::refused, ETIMEDOUT, 0, 0};
   if (!outcome.failure.failed() && !outcome.blank) {
-    call(lock, Attempt{request, index, Clock::now(), first}, record.checksum, bounce, outcome, replaced);
+    call(lock, Attempt{request, index, Clock::now(), first}, record.checksum, bounce, outcome);
   }
-  if (request->claim(index)) {
+  if (first && request->claim(index)) {
     lock.unlock();
-    deliver(*request, index, outcome, bounce);
+    deliver(*request, index, outcome, outcome.spare ? *outcome.spare : bounce);
     lock.lock();
     const std::size_t moved = outcome.failure.failed() || outcome.blank ? 0 : piece.nbytes;
     (request->op_ == Op::read ? counters.bytes_read : counters.bytes_written) += moved;
     // After the counters: whoever waited for the request finds its bytes counted.
     settle(*request, index, outcome.failure);
   }
-  return !replaced;
+  return !outcome.replaced;
 }
 
 // The part of an attempt that may be late.
-void IoEngine::State::call(Lock& lock, Attempt attempt, std::uint32_t checksum, Bounce& bounce, Outcome& outcome,
-                           bool& replaced) {
+void IoEngine::State::call(Lock& lock, Attempt attempt, std::uint32_t checksum, Bounce& bounce, Outcome& outcome) {
   const Request& request = *attempt.request;
   const Piece& piece = request.pieces_[attempt.index];
   const std::uint64_t id = next_id++;
-  const Attempt& mine = under_way.emplace(id, attempt).first->second;
+  Attempt& mine = under_way.emplace(id, std::move(attempt)).first->second;
   if (in_flight++ == 0) busy_since = mine.begun;
   lock.unlock();
 
   if (request.op_ == Op::write) {
     outcome.failure = write_piece(piece, bounce);
   } else {
-    outcome.failure = read_piece(piece, checksum, bounce);
+    outcome.in_place = mine.first ? direct_bytes(piece) : 0;
+    outcome.failure = read_piece(piece, outcome.in_place, checksum, bounce);
     if (outcome.failure.transient()) {
       outcome.trouble = outcome.failure;
-      outcome.failure = read_piece(piece, checksum, bounce);
+      outcome.failure = read_piece(piece, outcome.in_place, checksum, bounce);
     }
   }
 
@@ -96,21 +95,35 @@ void IoEngine::State::call(Lock& lock, Attempt attempt, std::uint32_t checksum, 
     troubles.push_back({outcome.trouble, piece.offset, piece.nbytes});
     ++counters.retries;
   }
-  replaced = mine.replaced;
+  outcome.replaced = mine.replaced;
   if (mine.given_up) --absent;
+  if (outcome.failure.failed() && mine.spare) {
+    outcome.failure = Failure{};
+    outcome.in_place = 0;
+    outcome.spare = std::move(mine.spare);
+  } else if (Attempt* const late = mine.first || outcome.failure.failed() ? nullptr : first_of(mine)) {
+    late->spare = std::exchange(bounce, Bounce(piece_bytes));
+  }
   under_way.erase(id);
 }
 
+// The first attempt at the piece of a second one, where it is still under way.
+IoEngine::State::Attempt* IoEngine::State::first_of(const Attempt& second) noexcept {
+  for (auto& [_, each] : under_way) {
+    if (each.first && each.request == second.request && each.index == second.index) return &each;
+  }
+  return nullptr;
+}
+
 // Bytes that move between the file and the caller's memory; the others go through the bounce buffer.
-std::size_t IoEngine::State::direct_bytes(const Piece& piece, Op op) const noexcept {
-  if (op == Op::read && !in_place) return 0;
+std::size_t IoEngine::State::direct_bytes(const Piece& piece) const noexcept {
   if (fds.direct < 0) return piece.nbytes;
   return aligned(piece.address) ? piece.nbytes / kBlock * kBlock : 0;
 }
 
 Failure IoEngine::State::prepare_write(const Piece& piece, PieceRecord& record, Bounce& bounce) const {
   record.checksum = file_calls().checksum(piece.address, piece.nbytes, 0);
-  const std::size_t whole = direct_bytes(piece, Op::write);
+  const std::size_t whole = direct_bytes(piece);
   const std::size_t rest = piece.nbytes - whole;
   if (rest == 0) return Failure{};
   unsigned char* const buffer = bounce.get();
@@ -121,25 +134,26 @@ Failure IoEngine::State::prepare_write(const Piece& piece, PieceRecord& record, 
 }
 
 Failure IoEngine::State::write_piece(const Piece& piece, Bounce& bounce) const {
-  const std::size_t whole = direct_bytes(piece, Op::write);
+  const std::size_t whole = direct_bytes(piece);
   const Failure failure = write_whole(fds, piece.address, whole, piece.offset);
   const std::size_t rest = piece.nbytes - whole;
   if (failure.failed() || rest == 0) return failure;
   return write_whole(fds, bounce.get(), round_up(rest), piece.offset + whole);
 }
 
-Failure IoEngine::State::read_piece(const Piece& piece, std::uint32_t checksum, Bounce& bounce) const {
-  const std::size_t whole = direct_bytes(piece, Op::read);
+// The first `in_place` bytes go to the caller's memory, the others to the bounce buffer.
+Failure IoEngine::State::read_piece(const Piece& piece, std::size_t in_place, std::uint32_t checksum,
+                                    Bounce& bounce) const {
   std::uint32_t found = 0;
-  if (whole > 0) {
-    const Failure failure = read_whole(fds, piece.address, whole, piece.offset);
+  if (in_place > 0) {
+    const Failure failure = read_whole(fds, piece.address, in_place, piece.offset);
     if (failure.failed()) return failure;
-    found = file_calls().checksum(piece.address, whole, found);
+    found = file_calls().checksum(piece.address, in_place, found);
   }
-  if (const std::size_t rest = piece.nbytes - whole; rest > 0) {
+  if (const std::size_t rest = piece.nbytes - in_place; rest > 0) {
     unsigned char* const buffer = bounce.get();
     if (buffer == nullptr) return Failure{Fault::system, ENOMEM, 0, 0};
-    const Failure failure = read_whole(fds, buffer, fds.direct < 0 ? rest : round_up(rest), piece.offset + whole);
+    const Failure failure = read_whole(fds, buffer, fds.direct < 0 ? rest : round_up(rest), piece.offset + in_place);
     if (failure.failed()) return failure;
     found = file_calls().checksum(buffer, rest, found);
   }
@@ -153,9 +167,8 @@ void IoEngine::State::deliver(const Request& request, std::size_t index, const O
     set_state(request.records_[piece.record], outcome.failure.failed() ? PieceState::invalid : PieceState::valid);
   } else if (outcome.blank) {
     std::memset(piece.address, 0, piece.nbytes);
-  } else if (const std::size_t whole = direct_bytes(piece, Op::read);
-             !outcome.failure.failed() && whole < piece.nbytes) {
-    copy_out(piece.address + whole, bounce.get(), piece.nbytes - whole);
+  } else if (!outcome.failure.failed() && outcome.in_place < piece.nbytes) {
+    std::memcpy(piece.address + outcome.in_place, bounce.get(), piece.nbytes - outcome.in_place);
   }
 }
 

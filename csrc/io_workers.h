@@ -5,8 +5,10 @@
 //    one request's outcome, is the inner one where both are held. Neither is held over a transfer, a checksum or a
 //    copy.
 // 2. An attempt is under way from just before its first system call to just after its last. Between the two a worker
-//    touches no byte of the caller's itself: what it needs of the record it has noted, what it writes from the bounce
-//    buffer it has copied. So a piece that is under way can be given up at any moment.
+//    changes no byte of the caller's but where a first read is to go: what it needs of the record it has noted, what it
+//    writes from the bounce buffer it has copied. So a piece that is under way can be given up at any moment.
+// 3. Of two attempts at a read the first settles the piece, once its own calls are over; what the second has brought by
+//    then is its `spare`.
 //
 // Included by io_engine.cpp and io_workers.cpp alone.
 #pragma once
@@ -18,6 +20,7 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -47,20 +50,23 @@ struct IoEngine::State {
     bool first;             // of the two that a late read gets
     bool replaced = false;  // another worker has the place of this one
     bool given_up = false;
+    std::optional<Bounce> spare;  // the piece's bytes, should this attempt fail
   };
   struct Worker {
     std::thread thread;
     bool left = false;  // said as its last act under the mutex
   };
-  // What became of an attempt. Of a good read, the bytes that are not in place lie in the bounce buffer.
+  // What became of an attempt.
   struct Outcome {
     Failure failure;
     Failure trouble;  // that of the first read, where it was made once more
     bool blank = false;
+    bool replaced = false;
+    std::size_t in_place = 0;     // bytes of a good read that are where they belong; the rest lies in the
+    std::optional<Bounce> spare;  // or else in the worker's own buffer
   };
 
-  State(Descriptors descriptors, std::size_t bytes, bool reads_in_place)
-      : fds(descriptors), piece_bytes(bytes), in_place(reads_in_place) {}
+  State(Descriptors descriptors, std::size_t bytes) : fds(descriptors), piece_bytes(bytes) {}
 
   // A worker's life. `again`: a piece whose worker is late, to begin with.
   void work(Worker& self, std::shared_ptr<Request> again, std::size_t index);
@@ -71,7 +77,6 @@ struct IoEngine::State {
 
   const Descriptors fds;
   const std::size_t piece_bytes;
-  const bool in_place;
 
   mutable std::mutex mutex;
   std::condition_variable work_ready;
@@ -93,11 +98,12 @@ struct IoEngine::State {
 
  private:
   bool attempt(Lock& lock, const std::shared_ptr<Request>& request, std::size_t index, bool first, Bounce& bounce);
-  std::size_t direct_bytes(const Piece& piece, Op op) const noexcept;
+  std::size_t direct_bytes(const Piece& piece) const noexcept;
+  Attempt* first_of(const Attempt& attempt) noexcept;
   Failure prepare_write(const Piece& piece, PieceRecord& record, Bounce& bounce) const;
   Failure write_piece(const Piece& piece, Bounce& bounce) const;
-  Failure read_piece(const Piece& piece, std::uint32_t checksum, Bounce& bounce) const;
-  void call(Lock& lock, Attempt attempt, std::uint32_t checksum, Bounce& bounce, Outcome& outcome, bool& replaced);
+  Failure read_piece(const Piece& piece, std::size_t in_place, std::uint32_t checksum, Bounce& bounce) const;
+  void call(Lock& lock, Attempt attempt, std::uint32_t checksum, Bounce& bounce, Outcome& outcome);
   void deliver(const Request& request, std::size_t index, const Outcome& outcome, Bounce& bounce) const;
 };
 

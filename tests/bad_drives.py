@@ -68,9 +68,10 @@ class Flip:
 
 @dataclass(frozen=True)
 class Stall:
-    """It does not come back before `until` is set."""
+    """It does not come back before `until` is set; with an `errno`, it has failed then."""
 
     until: threading.Event
+    errno: int = 0
 
 
 Effect = Error | Short | Torn | Flip | Stall | None
@@ -85,11 +86,11 @@ class BadDrives:
         self.calls: list[Call] = []
         self._stalls: set[threading.Event] = set()
 
-    def stall(self) -> Stall:
+    def stall(self, errno: int = 0) -> Stall:
         """A stall that ends with the `with` block unless its event is set before."""
         event = threading.Event()
         self._stalls.add(event)
-        return Stall(event)
+        return Stall(event, errno)
 
     def release(self) -> None:
         """Lets all that stalls come back, and later calls be made as they would."""
@@ -106,6 +107,8 @@ class BadDrives:
             raise OSError(effect.errno, os.strerror(effect.errno))
         if isinstance(effect, Stall):
             effect.until.wait()
+            if effect.errno:
+                raise OSError(effect.errno, os.strerror(effect.errno))
         if isinstance(effect, Short | Torn):
             moved = _move(write, descriptor, view[: effect.nbytes], offset)
             return len(view) if isinstance(effect, Torn) else moved

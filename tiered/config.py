@@ -115,7 +115,7 @@ class Config:
         Sequential, large single layers, and the rest.
     io_threads: threads per drive.
     drive_timeout_s: seconds a drive may take over one transfer of 1 MiB or less. After them it is reported by name, and
-        a read is made once more; after as many again it is an error. None: no limit, and reads cost no copy.
+        a read is made once more; after as many again it is an error. None: no limit.
     durability: what of a run that is killed is on the drives, where all its states live there: each step ("process":
         whatever ends the process, or the system), each step and that through a loss of power ("power": one flush of
         the drives more a step), or nothing, in half the space ("none").

@@ -3,6 +3,7 @@
 Resident bytes are read for the range itself (/proc/self/smaps), so nothing else in the process can disturb them.
 """
 
+import ctypes
 import gc
 import mmap
 import re
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from tiered.device.memory import Memory, page_ceil
+from tiered.device.ticket import Completion
 
 PAGE = mmap.PAGESIZE
 MIB = 1 << 20
@@ -162,3 +164,28 @@ print("number", memory.bytes[0].item())
 def test_address_space_that_the_system_refuses_is_a_memory_error() -> None:
     with pytest.raises(MemoryError, match="cannot reserve"):
         Memory(1 << 60)
+
+
+def test_memory_that_a_call_was_given_up_for_keeps_its_pages_and_its_address_for_good() -> None:
+    memory, transfer = Memory(3 * PAGE, committed=True), Completion()
+    memory.busy(transfer, lambda: True)
+    assert not memory.stranded, "the call is not over"
+    memory.bytes.fill_(7)
+    transfer.finish(OSError("given up"))
+    assert memory.stranded
+    memory.decommit()
+    memory.quiet()
+    address = memory.address
+    del memory
+    gc.collect()
+    assert covering(address) == ("rw-p", 3 * PAGE)
+    assert set(ctypes.string_at(address, 3 * PAGE)) == {7}
+
+
+def test_memory_is_not_stranded_by_a_transfer_that_has_come_back() -> None:
+    memory, transfer = Memory(PAGE, committed=True), Completion()
+    memory.busy(transfer, lambda: False)
+    transfer.finish(OSError("failed"))
+    assert not memory.stranded
+    memory.decommit()
+    assert not memory.committed

@@ -6,12 +6,13 @@ Whatever happens, nothing hangs, no signal ends the process, and closing gives e
 import errno
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from bad_drives import BadDrives, Call, Effect, Error, Flip, Short, Torn, bad_drives
+from bad_drives import BadDrives, Call, Effect, Error, Flip, Short, Stall, Torn, bad_drives
 from faults.program import chain, config, digest, steps
 from threaded_ranks import World
 
@@ -38,17 +39,36 @@ def drives() -> Iterator[BadDrives]:
 
 
 def every(nth: int, effect: Callable[[Call], Effect], *, write: bool) -> Callable[[Call], Effect]:
-    """A rule that strikes each `nth` read (or write), and never twice in a row in one place."""
+    """A rule that strikes each `nth` read (or write) of more than a block, and never twice in a row in one place."""
     count = itertools.count(1)
     struck: set[tuple[str, int]] = set()
 
     def rule(call: Call) -> Effect:
         place = (call.path, call.offset)
-        if call.write != write or next(count) % nth or place in struck:
+        if call.write != write or call.nbytes <= 4096 or next(count) % nth or place in struck:
             struck.discard(place)
             return None
         struck.add(place)
         return effect(call)
+
+    return rule
+
+
+def stalling(drives: BadDrives, number: int) -> Callable[[Call], Effect]:
+    """A rule by which now and then a read stalls until the one that is made once more is over, and then fails with
+    `number`, or does not."""
+    stalled: dict[tuple[str, int], Stall] = {}
+
+    def stall(call: Call) -> Stall:
+        return stalled.setdefault((call.path, call.offset), drives.stall(number))
+
+    strike = every(61, stall, write=False)
+
+    def rule(call: Call) -> Effect:
+        if (again := stalled.pop((call.path, call.offset), None)) is not None and not call.write:
+            threading.Timer(0.2, again.until.set).start()  # by then the second one's bytes are there, most likely
+            return None
+        return strike(call)
 
     return rule
 
@@ -89,9 +109,10 @@ def train(
 MENDED = {
     "reads that fail once": lambda drives: every(7, lambda call: Error(errno.EIO), write=False),
     "reads with a flipped bit": lambda drives: every(5, lambda call: Flip(call.nbytes // 2), write=False),
-    "reads cut short": lambda drives: every(3, lambda call: Short(4096) if call.nbytes > 4096 else None, write=False),
-    "writes cut short": lambda drives: every(3, lambda call: Short(4096) if call.nbytes > 4096 else None, write=True),
-    "reads that stall": lambda drives: every(61, lambda call: drives.stall(), write=False),
+    "reads cut short": lambda drives: every(3, lambda call: Short(4096), write=False),
+    "writes cut short": lambda drives: every(3, lambda call: Short(4096), write=True),
+    "reads that stall": lambda drives: stalling(drives, 0),
+    "reads that stall and fail": lambda drives: stalling(drives, errno.EBADMSG),
 }
 
 

@@ -120,19 +120,18 @@ def test_a_bad_transfer_is_read_again_and_never_shown(
 
 
 @pytest.mark.parametrize("effect", [Flip(5000), Torn(4096)], ids=["flipped", "torn"])
-def test_a_write_that_reached_the_drive_wrong_is_corrupt_data_and_its_bytes_are_not_handed_over(
-    open_space: Callable, memory: Callable, store: Callable, drives: BadDrives, effect: Effect
+def test_a_write_that_reached_the_drive_wrong_is_corrupt_data_whenever_it_is_read(
+    open_space: Callable, memory: Callable, store: Callable, load: Callable, drives: BadDrives, effect: Effect
 ) -> None:
     space = open_space(piece_bytes=PIECE)
     extent = store(space, memory(PIECE, fill=1))
     drives.rule = times(1, effect, write=True)
     data = memory(PIECE, fill=2)
     space.write(extent, data.ctypes.data, data.nbytes).wait(60)
-    into = memory(PIECE, fill=7)
-    with pytest.raises(CorruptDataError, match="differ from those written"):
-        space.read(extent, into.ctypes.data, into.nbytes).wait(60)
-    assert (into == 7).all()
-    assert space.stats().retries == 1
+    for times_read in (1, 2):
+        with pytest.raises(CorruptDataError, match="differ from those written"):
+            load(space, extent)
+        assert space.stats().retries == times_read
 
 
 @pytest.mark.parametrize("nbytes", [1, 512, 4096, PIECE - 1])
@@ -190,29 +189,55 @@ def test_a_write_that_fails_is_not_made_again_and_its_piece_is_unreadable(
 # --- late -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_read_that_stalls_is_said_once_by_name_and_made_again(
-    open_space: Callable, memory: Callable, store: Callable, drives: BadDrives, said: Callable
+@pytest.mark.parametrize("nbytes", [PIECE, PIECE - 5], ids=["whole", "with a tail"])
+@pytest.mark.parametrize("misalignment", [0, 8])
+def test_a_read_that_stalls_and_then_fails_has_the_bytes_of_the_one_made_again(
+    open_space: Callable,
+    memory: Callable,
+    store: Callable,
+    drives: BadDrives,
+    said: Callable,
+    nbytes: int,
+    misalignment: int,
 ) -> None:
     space = open_space(piece_bytes=PIECE, timeout_s=LIMIT_S, threads=1)
-    data = memory(6 * PIECE)
+    data = memory(5 * PIECE + nbytes)
     extent = store(space, data)
-    stall = drives.stall()
-    drives.rule = times(1, stall, at=2 * PIECE)
-    into = memory(6 * PIECE, fill=0)
-    space.read(extent, into.ctypes.data, into.nbytes).wait(60)
+    stall = drives.stall(errno.EBADMSG)  # that no second read of the first would mend
+    drives.rule = times(1, stall, at=5 * PIECE)
+    room = memory(6 * PIECE + misalignment, fill=0)
+    into = room[misalignment : misalignment + data.nbytes]
+    ticket = space.read(extent, into.ctypes.data, into.nbytes)
+    until(lambda: sum(not call.write and call.offset == 5 * PIECE for call in drives.calls) > 1)
+    other = store(space, memory(PIECE, fill=3), "other")  # its thread was replaced: the only one there is works on
+    space.read(other, memory(PIECE, fill=0).ctypes.data, PIECE).wait(60)
+    assert not ticket.done(), "the first read may still fill the memory"
+    stall.until.set()
+    ticket.wait(60)
     assert (into == data).all()
-    assert not stall.until.is_set(), "the first read has come back, so nothing was shown"
+    assert not ticket.stranded()
     path = space.stats().drives[0].path
     (warning,) = said()
-    assert warning.startswith(f"{path}: the read of {PIECE} bytes at byte {2 * PIECE} has taken")
+    assert warning.startswith(f"{path}: the read of {nbytes} bytes at byte {5 * PIECE} has taken")
     assert (space.stats().stalls, space.stats().retries) == (1, 1)
-    for _ in range(3):  # its thread was replaced: the only one there is works on
-        space.write(extent, data.ctypes.data, data.nbytes).wait(60)
-        space.read(extent, into.ctypes.data, into.nbytes).wait(60)
-    into[:] = 9
+
+
+def test_a_read_that_stalls_and_then_fails_as_the_one_made_again_did_is_an_error_by_name(
+    open_space: Callable, memory: Callable, store: Callable, load: Callable, drives: BadDrives
+) -> None:
+    space = open_space(piece_bytes=PIECE, timeout_s=LIMIT_S)
+    data = memory(PIECE)
+    extent = store(space, data)
+    stall = drives.stall(errno.EBADMSG)
+    effects = iter([stall, Error(errno.EBADMSG)])
+    drives.rule = lambda call: next(effects, None)
+    ticket = space.read(extent, memory(PIECE).ctypes.data, PIECE)
+    until(lambda: len(drives.calls) == 3)  # the write, and two reads
     stall.until.set()
-    space.close()
-    assert (into == 9).all(), "a read that came back late wrote to memory that was handed over"
+    with pytest.raises(StorageError) as caught:
+        ticket.wait(60)
+    assert (caught.value.errno, ticket.stranded()) == (errno.EBADMSG, False)
+    assert (load(space, extent) == data).all()
 
 
 def test_a_read_that_comes_back_late_counts_and_the_second_does_not(
@@ -237,7 +262,7 @@ def test_a_read_that_comes_back_late_counts_and_the_second_does_not(
     assert len(said()) == 1
 
 
-def test_a_drive_that_answers_no_read_is_a_timeout_by_name_and_the_memory_is_the_callers_again(
+def test_a_drive_that_answers_no_read_is_a_timeout_by_name_and_says_that_the_memory_is_not_the_callers(
     open_space: Callable, memory: Callable, store: Callable, load: Callable, drives: BadDrives
 ) -> None:
     space = open_space("good", "dead", piece_bytes=PIECE, timeout_s=LIMIT_S, threads=2)
@@ -252,15 +277,16 @@ def test_a_drive_that_answers_no_read_is_a_timeout_by_name_and_the_memory_is_the
             ticket.wait(60)
         assert (caught.value.errno, caught.value.filename) == (errno.ETIMEDOUT, dead)
     assert ticket.done()
-    into[:] = 9
+    assert ticket.stranded()
     for call in (space.read, space.write):
+        refused = call(extent, data.ctypes.data, data.nbytes)
         with pytest.raises(StorageError, match="was not begun") as caught:
-            call(extent, data.ctypes.data, data.nbytes).wait(60)
-        assert (caught.value.errno, caught.value.filename) == (errno.ETIMEDOUT, dead)
+            refused.wait(60)
+        assert (caught.value.errno, caught.value.filename, refused.stranded()) == (errno.ETIMEDOUT, dead, False)
     drives.release()
     until(lambda: _answers(space, extent, data))
     assert (load(space, extent) == data).all()
-    assert (into == 9).all()
+    assert ticket.stranded(), "for good: nobody asks a call whether it has come back"
 
 
 def _answers(space: SwapSpace, extent: object, data: np.ndarray) -> bool:

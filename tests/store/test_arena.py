@@ -455,3 +455,25 @@ def test_whatever_is_taken_given_and_retired_the_account_is_what_is_mapped_and_w
         assert locks.locked == (set(mapped) if locked else set())
     arena.close()
     assert budget.used == sum(mapped.values()) == sum(page_ceil(memory.nbytes) for memory, _ in held)
+
+
+@pytest.mark.parametrize("locked", [False, True])
+def test_memory_that_a_call_was_given_up_for_serves_nobody_again_and_stays_charged(
+    locks: Locks, locked: bool, mapped: dict[int, int]
+) -> None:
+    arena, budget = keeping(4 * PAGE, locks) if locked else plain(4 * PAGE)
+    lost, whole = arena.take(PAGE, "a"), arena.take(PAGE, "b")
+    read = Copy(OSError("given up"))
+    lost.busy(read, lambda: True)
+    arena.give(lost)  # with the read not yet over where memory is kept
+    arena.give(whole)
+    taken = [arena.take(PAGE, "c") for _ in range(3)]
+    assert read.waited
+    assert lost.address not in {memory.address for memory in taken}
+    assert budget.used == 4 * PAGE
+    with pytest.raises(BudgetError):
+        arena.take(PAGE, "d")
+    for memory in taken:
+        arena.give(memory)
+    arena.close()
+    assert (budget.used, lost.committed, lost.address in locks.locked) == (PAGE, True, locked)

@@ -470,11 +470,11 @@ def test_retired_staging_counts_until_its_copy_is_over(open_store: OpenStore) ->
     copy = Copy()
     memory = store.staging(PAGE, "a copy")
     store.retire(memory, copy)
-    store.poll()
+    store._arena.poll()
     assert (store.staged, store.host.used, store.room(), memory.committed) == (1, PAGE, MIB, True)
     copy.reached = True
     assert store.staged == 0
-    store.poll()
+    store._arena.poll()
     assert (store.host.used, memory.committed) == (0, False)
 
 
@@ -700,6 +700,9 @@ def test_a_dirty_block_that_cannot_be_written_is_an_error_and_keeps_failing(
 
         def wait(self, timeout: float | None = None) -> None:
             raise StorageError(errno.EIO, "write failed: input/output error", "/drive/swap")
+
+        def stranded(self) -> bool:
+            return False
 
         def add_done_callback(self, fn: Callable[[], None]) -> None:
             fn()

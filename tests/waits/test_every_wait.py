@@ -91,7 +91,7 @@ FAILS: dict[tuple[str, str, int], str] = {
     ("store/snapshot.py", "_fill", 0): f"{SNAPSHOT}::test_any_range_reads_as_what_was_written[drive]",
     ("store/snapshot.py", "_fill", 1): f"{SNAPSHOT}::test_a_copy_is_given_when_what_was_given_before_is_done",
     ("store/snapshot.py", "_fill", 2): f"{SNAPSHOT}::test_any_range_reads_as_what_was_written[device]",
-    ("store/watched.py", "note", 0): f"{ORDER}::test_a_read_that_fails_and_that_nobody_waits_for_fails_its_block",
+    ("store/watched.py", "look", 0): f"{ORDER}::test_a_read_that_fails_and_that_nobody_waits_for_fails_its_block",
     ("store/watched.py", "wait", 0): "tests/store/test_watched.py::test_who_sees_a_failure_finds_that_the_owner_knows",
     ("zero/collectives.py", "exchange_slices", 0): f"{TRAINS}[host-2]",
     ("zero/collectives.py", "unite", 0): f"{TRAINS}[host-3]",

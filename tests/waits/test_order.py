@@ -12,7 +12,7 @@ import deferred
 import pytest
 import torch
 from torch import nn
-from waits.gate import HELD_S, LIMIT_S, Gate
+from waits.gate import HELD_S, LIMIT_S, Gate, Moving
 
 import tiered
 from tiered.device import emulated
@@ -137,7 +137,7 @@ def test_parameters_that_cannot_be_read_are_an_error_of_their_use(
         loss_of(model)
 
         def broken(*_: Any) -> Ticket:
-            ticket = Completion()
+            ticket = Moving()
             ticket.finish(OSError("the drive is gone"))
             return ticket
 
@@ -201,7 +201,7 @@ def test_letting_go_of_what_is_on_its_way_leaks_nothing(
         if verb == "drop":
             group.begin_fetch()
         assert torch.equal(fetched(group), want)
-        inside.runtime.store.poll()
+        inside.runtime.store._arena.poll()
         assert inside.runtime.store.staged == 0
 
 
@@ -377,7 +377,7 @@ def test_filling_a_drive_waits_before_it_uses_its_buffer_again(
     write = SwapSpace.write
 
     def late(space: SwapSpace, *where: Any) -> Ticket:
-        whole = Completion()
+        whole = Moving()
 
         def later() -> None:
             time.sleep(HELD_S / 10)
@@ -429,13 +429,13 @@ class Writes:
     """Every write to a drive, and what a test makes of it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.given: list[Completion] = []
+        self.given: list[Moving] = []
         self.gate: Gate | None = None
         self.failing = -1  # the number of the write that fails
         write = SwapSpace.write
 
         def changed(space: SwapSpace, *where: Any) -> Ticket:
-            ticket, whole, number = write(space, *where), Completion(), len(self.given)
+            ticket, whole, number = write(space, *where), Moving(), len(self.given)
             self.given.append(whole)
 
             def finish() -> None:
@@ -511,7 +511,7 @@ def test_a_read_that_fails_and_that_nobody_waits_for_fails_its_block(
 ) -> None:
     with sharded(**on_a_drive(tmp_path)) as (_, _, inside):
         store, block = inside.runtime.store, inside.groups[1].blocks["param"]
-        ticket = Completion()
+        ticket = Moving()
         monkeypatch.setattr(SwapSpace, "read", lambda *_: ticket)
         staging = store.staging(block.nbytes, "a test")
         store.read(block, staging)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from threaded_ranks import World, sharded
 from torch import nn
-from waits.gate import HELD_S, LIMIT_S, Gate
+from waits.gate import HELD_S, LIMIT_S, Gate, Moving
 
 import tiered
 from tiered.device import cpu, emulated
@@ -139,7 +139,7 @@ def failing_read(inside: Any) -> None:
     """From now on this rank's drive reads nothing."""
 
     def broken(*_: Any) -> Ticket:
-        ticket = Completion()
+        ticket = Moving()
         ticket.finish(tiered.StorageError("the drive is gone"))
         return ticket
 

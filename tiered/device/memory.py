@@ -9,6 +9,8 @@ Invariants:
 2. Pages read as zero after `commit`. Touching decommitted memory is a fault of the program that the parameter guard
    exists to prevent, and the range is then without access rights, so it cannot pass unnoticed.
 3. Pages do not go while a transfer registered with `busy` uses them: `decommit` waits for it.
+4. Where such a transfer was given up, and its call may still fill the memory, that is `stranded`: it keeps its pages
+   and its address to the end of the process, whoever lets go of it.
 Leaves to whom: what may be committed when (budgets) is the store's and the schedule's.
 """
 
@@ -19,6 +21,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -55,11 +58,13 @@ class Memory(Buffer):
             raise MemoryError(f"cannot reserve {nbytes} bytes of address space: {os.strerror(ctypes.get_errno())}")
         self.address: int = address
         view = (ctypes.c_char * self._span).from_address(address)
-        weakref.finalize(view, _libc.munmap, address, self._span).atexit = False
+        self._unmap = weakref.finalize(view, _libc.munmap, address, self._span)
+        self._unmap.atexit = False
         if self._span >= _HUGE_FROM_BYTES:
             _libc.madvise(address, self._span, _MADV_HUGEPAGE)
         self._committed = False
-        self._transfers: list[Event] = []
+        self._transfers: list[tuple[Event, Callable[[], bool]]] = []
+        self._stranded = False
         self._registering = threading.Lock()  # copies are given from I/O threads too
         super().__init__(nbytes, torch.frombuffer(view, dtype=torch.uint8)[:nbytes])
         if committed:
@@ -88,25 +93,42 @@ class Memory(Buffer):
         where they are; a fork would have the system copy them all, or move them at the parent's next write."""
         _libc.madvise(self.address, self._span, _MADV_DOFORK if share else _MADV_DONTFORK)
 
-    def busy(self, transfer: Event) -> None:
-        """Register a transfer that uses the memory until it is done."""
+    def busy(self, transfer: Event, stranded: Callable[[], bool] = lambda: False) -> None:
+        """Register a transfer that uses the memory until it is done; then `stranded` says whether it may do so yet."""
         with self._registering:
-            self._transfers = [t for t in self._transfers if not t.done()]
-            self._transfers.append(transfer)
+            self._forget_what_is_over()
+            self._transfers.append((transfer, stranded))
 
     def quiet(self) -> None:
-        """Wait until no registered transfer uses the memory, so that it may be changed."""
-        for transfer in list(self._transfers):
+        """Wait until no registered transfer uses the memory, so that it may be changed, unless it is `stranded`."""
+        for transfer, _ in list(self._transfers):
             settled(transfer)
         with self._registering:
-            self._transfers = [t for t in self._transfers if not t.done()]
+            self._forget_what_is_over()
+
+    @property
+    def stranded(self) -> bool:
+        """A call that was given up may still fill it: nothing right can come to lie in it."""
+        with self._registering:
+            self._forget_what_is_over()
+        return self._stranded
 
     def decommit(self) -> None:
-        """Return the pages to the system; the contents are gone. Waits for registered transfers."""
+        """Return the pages to the system, unless it is `stranded`; the contents are gone. Waits for registered
+        transfers."""
         self.quiet()
+        if self._stranded:
+            return
         if self.exported():
             raise RuntimeError(f"{self.nbytes} bytes of memory are still viewed by a tensor")
         self._drop_pages()
+
+    def _forget_what_is_over(self) -> None:
+        over = [each for each in self._transfers if each[0].done()]
+        if any(stranded() for _, stranded in over):
+            self._stranded = True
+            self._unmap.detach()
+        self._transfers = [each for each in self._transfers if each not in over]
 
     def _drop_pages(self) -> None:
         if self._committed:

@@ -1,6 +1,7 @@
 """What is queued, under way and counted of the portable engine: its books, without a byte of I/O.
 
     queued --take--> Attempt --begin--> under way --back--> claim --settle--> its submission goes on
+                                          |- late -- the second attempt at a read: what it brings is a spare
                                           `- late -- give_up --> settled, and refused whatever is queued
 
 Invariants (csrc/io_engine.h has the same for the native engine):
@@ -47,7 +48,8 @@ class Submitted:
         self.write = write
         self.pieces = list(pieces)
         self.records = records
-        self.claimed = [False] * len(self.pieces)  # guarded by the lock of Attempts
+        self.claimed = [False] * len(self.pieces)  # guarded by the lock of Attempts, and so is
+        self.gave_up_read = False
         self._completion = completion
         self._owner = os.getpid()
         self._lock = threading.Lock()  # guards what follows
@@ -71,6 +73,9 @@ class Submitted:
             return None
         with self._lock:
             return self._failure
+
+    def stranded(self) -> bool:
+        return self.gave_up_read
 
     def add_done_callback(self, fn: Callback) -> None:
         if not self.done():
@@ -110,6 +115,7 @@ class Attempt:
     blank: bool = False
     trouble: Failure | None = None  # that of the first read, where it was made once more
     data: memoryview | None = None  # what was read, where that was not in place
+    spare: memoryview | None = None  # what the second attempt has read
 
     @classmethod
     def at(cls, of: Submitted, index: int, *, first: bool) -> Attempt:
@@ -176,10 +182,16 @@ class Attempts:
             self._under_way[attempt.id] = attempt
         return True
 
-    def back(self, attempt: Attempt) -> None:
-        """Its calls have come back."""
+    def back(self, attempt: Attempt) -> bool:
+        """Its calls have come back. True where its piece is the caller's to settle: never that of a second attempt."""
         with self._lock:
             del self._under_way[attempt.id]
+            if attempt.first and attempt.failure is not None and attempt.spare is not None:
+                attempt.data, attempt.failure = attempt.spare, None
+            elif not attempt.first and attempt.failure is None:
+                for each in self._under_way.values():
+                    if each.first and (each.of, each.index) == (attempt.of, attempt.index):
+                        each.spare = attempt.data
             self._absent -= attempt.given_up
             if not self._under_way:
                 self._busy_seconds += time.monotonic() - self._busy_since
@@ -188,11 +200,12 @@ class Attempts:
                 trouble, piece = attempt.trouble, attempt.piece
                 self._troubles.append(Trouble(trouble.fault, trouble.errno, piece.offset, piece.nbytes))
             self._changed.notify_all()
+            return attempt.first and self._claim(attempt)
 
     def claim(self, attempt: Attempt) -> bool:
-        """True for the first who asks for a piece: it is theirs to settle."""
+        """True for the first who asks for a piece, unless by a second attempt: it is theirs to settle."""
         with self._lock:
-            return self._claim(attempt)
+            return attempt.first and self._claim(attempt)
 
     def settle(self, attempt: Attempt) -> None:
         """Ends a claimed piece."""
@@ -230,6 +243,7 @@ class Attempts:
                 if (each.of, each.index) == (attempt.of, attempt.index):
                     each.given_up = True
                     self._absent += 1
+            attempt.of.gave_up_read |= not attempt.of.write
             seconds = time.monotonic() - attempt.begun
             self._settle(Attempt(attempt.of, attempt.index, True, _stalled(attempt, seconds)))
             self._refuse_queued()

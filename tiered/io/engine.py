@@ -14,9 +14,8 @@ Invariants (both engines; csrc/io_engine.h states them for the native one):
 3. Callbacks run once, also after a failure, on the engine's completion thread, or at once where the request is done.
 4. `close()` waits for everything submitted. After it, and in a forked child, `submit` raises UsageError.
 5. What has been out for long is told by `late`, and ended only by `give_up`. A request that is done never touches its
-   memory again, whatever a call that was given up still does: reads go to memory of the engine's own and are copied
-   from there, unless the engine was opened `in_place`, and then nothing is late. While such a call is out, whatever is
-   submitted fails at once: no two writes of a piece race.
+   memory again, unless it is `stranded`: a read that was given up may still fill it. While such a call is out, whatever
+   is submitted fails at once: no two writes of a piece race.
 6. Nothing of an engine keeps the interpreter from ending: threads are daemons, blocking calls into the extension are
    counted, and `close()`, which SwapSpace runs before the interpreter goes, ends them all.
 
@@ -141,6 +140,9 @@ class Submission(Protocol):
     def failure(self) -> Failure | None:
         """The failure, once done; None while running and after success."""
 
+    def stranded(self) -> bool:
+        """Whether a read of it was given up, so that its memory may still be filled, at any later moment."""
+
     def add_done_callback(self, fn: Callable[[], None]) -> None:
         """Runs `fn` once when done (invariant 3)."""
 
@@ -153,7 +155,8 @@ class Engine(Protocol):
         """Which engine this is."""
 
     def submit(self, write: bool, pieces: Sequence[Piece], records: Records) -> Submission:
-        """Starts a request. The caller keeps the memory alive until it is done; the engine keeps `records`."""
+        """Starts a request. The caller keeps the memory alive until it is done, and for good where it is `stranded`;
+        the engine keeps `records`."""
 
     def counters(self) -> Counters:
         """The totals so far."""
@@ -236,6 +239,7 @@ class _NativeRequest(Protocol):
     def done(self) -> bool: ...
     def wait(self, seconds: float) -> bool: ...
     def failure(self) -> tuple[str, int, int, float] | None: ...
+    def stranded(self) -> bool: ...
     def notify(self, token: int) -> bool: ...
 
 
@@ -244,10 +248,8 @@ class NativeEngine:
 
     mode: Mode = "native"
 
-    def __init__(
-        self, native: types.ModuleType, drive: Drive, *, threads: int, piece_bytes: int, in_place: bool
-    ) -> None:
-        self._engine = native.IoEngine(drive.buffered_fd, drive.direct_fd, threads, piece_bytes, in_place)
+    def __init__(self, native: types.ModuleType, drive: Drive, *, threads: int, piece_bytes: int) -> None:
+        self._engine = native.IoEngine(drive.buffered_fd, drive.direct_fd, threads, piece_bytes)
         self._owner = os.getpid()
         self._lock = threading.Lock()  # guards what follows
         self._tokens = itertools.count()
@@ -355,6 +357,9 @@ class _NativeSubmission:
         found = self._request.failure()
         return None if found is None else Failure(*found)
 
+    def stranded(self) -> bool:
+        return self._request.stranded()
+
     def add_done_callback(self, fn: Callable[[], None]) -> None:
         if self.done():
             run_callback(fn)
@@ -363,14 +368,14 @@ class _NativeSubmission:
             self._engine.notify(self._request, fn)
 
 
-def open_engine(drive: Drive, *, threads: int, piece_bytes: int, in_place: bool) -> Engine:
+def open_engine(drive: Drive, *, threads: int, piece_bytes: int) -> Engine:
     """The engine that `chosen_mode` names; raises ValueError or UsageError on impossible sizes."""
     native = load_native()
     if native is not None:
-        return NativeEngine(native, drive, threads=threads, piece_bytes=piece_bytes, in_place=in_place)
+        return NativeEngine(native, drive, threads=threads, piece_bytes=piece_bytes)
     from tiered.io.portable import PortableEngine  # it imports this module's interface
 
-    return PortableEngine(drive, threads=threads, piece_bytes=piece_bytes, in_place=in_place)
+    return PortableEngine(drive, threads=threads, piece_bytes=piece_bytes)
 
 
 def chosen_mode() -> Mode:

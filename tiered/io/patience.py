@@ -1,15 +1,17 @@
 """Patience: how long a drive may take, and what happens then.
 
 A read or write that the system does not finish cannot be called off: whoever asked for it waits in the kernel, which
-may fill or read the memory at any later moment. So the engines read into memory of their own, which is copied to the
-caller's when the bytes are there and right (engine.py, invariant 5), and a late call can be given up in safety:
+may fill or read the memory at any later moment. So memory that a read was to fill stays, untouched, for a call that was
+given up (`stranded`, device/memory.py), and a late call can be given up in safety:
 
     under way --limit_s--> late: said once by name; its thread is replaced; a read is made again, into other memory
-                             |--either read comes back--> the bytes, as if nothing had been
-                             `--limit_s--> given up: waiting for it raises StorageError (ETIMEDOUT), its memory is free;
+                             |--it comes back--> the bytes, its own or else those of the second read
+                             `--limit_s--> given up: waiting for it raises StorageError (ETIMEDOUT);
                                            what is queued there, and all that comes, raises at once until it is back
 
-1. A read is made again once. A write is not: two writes of a piece could land in either order. It may come back.
+1. A read is made again once. Its bytes count once the first is back, which until then may fill the caller's memory: a
+   drive that loses a command has the system end it with an error, within a minute. A write is not made again: two
+   writes of a piece could land in either order.
 2. What was given up is counted and waited for by nobody. While it is out its drive begins nothing, so that what it may
    still do to the file is done before any other write, to a piece that is unreadable until it is written again.
 3. Every stall, and every read that failed and was made again, is one warning with the file in it, and is counted.
@@ -17,8 +19,7 @@ caller's when the bytes are there and right (engine.py, invariant 5), and a late
    the limit twice and a look in between, so a process that was stopped for long gives up nothing.
 5. The thread holds engines, never a space; it is a daemon and ends with `stop`.
 
-The copy costs a core some 0.1 s a GiB, about what the checksum costs, and no time where the drive is the bound and a
-core is free. Reads in place cannot be given up: with `limit_s=None` there is no copy and no limit.
+With `limit_s=None` nothing is late.
 Leaves to the engines what late, replaced and given up mean for their threads.
 """
 

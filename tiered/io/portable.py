@@ -101,13 +101,12 @@ class PortableEngine:
 
     mode: Mode = "portable"
 
-    def __init__(self, drive: Drive, *, threads: int, piece_bytes: int, in_place: bool) -> None:
+    def __init__(self, drive: Drive, *, threads: int, piece_bytes: int) -> None:
         if threads < 1 or piece_bytes < 1:
             raise UsageError(f"threads and piece_bytes must be positive, got {threads} and {piece_bytes}")
         _give_notice()
         self._owner = os.getpid()
         self._drive = drive
-        self._in_place = in_place
         self._completed: queue.SimpleQueue[Callback | None] = queue.SimpleQueue()
         self._completion = CompletionThread(self._completed.get)
         self._attempts = Attempts(self._completed.put)
@@ -136,7 +135,7 @@ class PortableEngine:
         return self._attempts.counters() if os.getpid() == self._owner else Counters(0, 0, 0.0, 0, 0)
 
     def late(self, seconds: float) -> list[Late]:
-        return [] if self._in_place else self._attempts.late(seconds)
+        return self._attempts.late(seconds)
 
     def replace(self, id: int) -> bool:
         if (late := self._attempts.find(id)) is None or late.replaced:
@@ -219,18 +218,16 @@ class PortableEngine:
         self._dispatch()
 
     async def _attempt(self, attempt: Attempt, file: _File) -> None:
+        begun = False
         try:
             if attempt.of.write:
                 attempt.record["checksum"] = await self._in_thread(zlib.crc32, _view(attempt.piece))
-            if self._attempts.begin(attempt):
-                try:
-                    await (self._write if attempt.of.write else self._read)(file, attempt)
-                except OSError as error:
-                    attempt.failure = Failure("system", error.errno or errno.EIO, attempt.index)
-                finally:
-                    self._attempts.back(attempt)
+            if begun := self._attempts.begin(attempt):
+                await (self._write if attempt.of.write else self._read)(file, attempt)
+        except OSError as error:
+            attempt.failure = Failure("system", error.errno or errno.EIO, attempt.index)
         finally:
-            if self._attempts.claim(attempt):
+            if self._attempts.back(attempt) if begun else self._attempts.claim(attempt):
                 await self._deliver(attempt)
             if attempt.replaced:
                 self._executor.remove()
@@ -263,11 +260,10 @@ class PortableEngine:
         attempt.failure = None
 
     async def _read(self, file: _File, attempt: Attempt) -> None:
-        """Reads the piece, and once more where that may help."""
+        """Reads the piece, and once more where that may help; a second attempt reads to memory of its own."""
         checksum = int(attempt.record["checksum"])
-        piece = attempt.piece
-        view = _view(piece) if self._in_place else memoryview(bytearray(piece.nbytes))
-        attempt.data = None if self._in_place else view
+        attempt.data = None if attempt.first else memoryview(bytearray(attempt.piece.nbytes))
+        view = _view(attempt.piece) if attempt.data is None else attempt.data
         attempt.failure = await self._read_once(file, attempt, view, checksum)
         if attempt.failure is not None and attempt.failure.transient:
             attempt.trouble = attempt.failure

@@ -52,10 +52,8 @@ class Resources:
         existing = self.generations is not None and self.generations.untouched
         try:
             self.drives.append(Drive(claimed, direct=chosen_mode() == "native", existing=existing))
-            in_place = self.patience.limit_s is None
-            engine = open_engine(self.drives[-1], threads=threads, piece_bytes=piece_bytes, in_place=in_place)
-            self.engines.append(engine)
-            self.patience.watch(engine, self.drives[-1].path)
+            self.engines.append(open_engine(self.drives[-1], threads=threads, piece_bytes=piece_bytes))
+            self.patience.watch(self.engines[-1], self.drives[-1].path)
         except TieredError:
             raise
         except (OSError, RuntimeError) as error:

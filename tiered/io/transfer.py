@@ -1,8 +1,8 @@
 """Tickets of the swap space: one read or write, in as many parts as it touches drives.
 
 Invariants:
-1. `wait` raises only once every part is done, so the memory is the caller's again; TimeoutError alone comes earlier.
-   That holds for a drive that does not answer too (patience.py).
+1. `wait` raises only once every part is done; TimeoutError alone comes earlier. The memory is then the caller's again,
+   unless the transfer is `stranded`, as a drive that does not answer leaves a read (patience.py).
 2. A failure is raised by every `wait`, each time as a fresh exception, with errno, the file and the byte offset in it.
 """
 
@@ -31,6 +31,9 @@ class Ticket(Protocol):
         Raises TimeoutError, StorageError with errno and filename where the system failed, CorruptDataError where
         the bytes are not those written.
         """
+
+    def stranded(self) -> bool:
+        """Once done: whether a read that was given up may still fill the memory, which has to stay for that."""
 
     def add_done_callback(self, fn: Callable[[], None]) -> None:
         """Runs `fn` once when done, also after a failure: at once if done already, else on an I/O thread.
@@ -104,6 +107,9 @@ class Transfer:
             error = part.error(self._write, self._label)
             if error is not None:
                 raise error
+
+    def stranded(self) -> bool:
+        return any(part.submission.stranded() for part in self._parts)
 
     def add_done_callback(self, fn: Callable[[], None]) -> None:
         countdown = _Countdown(max(1, len(self._parts)), fn)

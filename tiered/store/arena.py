@@ -1,13 +1,14 @@
 """Arena: where all host memory of the store comes from, and where it goes back to.
 
     take --> in use --give--> idle --take | trim-->          idle memory only where the device page-locks
-                   `-retire--> retiring --event--> given
+                   |-retire--> retiring --event--> given
+                   `-give, stranded--> kept for good         what a read that was given up may still fill
 
 Page-locking costs about 0.3 s a GiB, so memory that is locked is kept, locked, for the next taker of the same size.
 Without locking there is nothing to keep: memory goes back to the system when it is given.
 
 Invariants:
-1. budget.used = memory in use + idle + retiring, in whole pages, and is charged before memory is committed.
+1. budget.used = memory in use + idle + retiring + stranded, in whole pages, charged before memory is committed.
 2. Idle memory serves before new memory is taken, and goes before a charge is refused: it never costs anybody room.
 3. Memory that a tensor outside still views is not handed out again; where it has to go, its pages stay with the viewer.
 4. Memory is unregistered before its pages go, and only after the transfers registered with `busy` are done.
@@ -64,9 +65,11 @@ class Arena:
         """Committed memory for `what`, charged, and page-locked where the device locks. Its contents are undefined
         without `zeros`. Raises BudgetError, or MemoryError where the system has none, with nothing kept."""
         self.reclaim(nbytes)
-        if (kept := self._fitting(nbytes)) is not None:
+        while (kept := self._fitting(nbytes)) is not None:
             kept.quiet()
             self._idle.remove(kept)
+            if kept.stranded:
+                continue
             if zeros:
                 ctypes.memset(kept.address, 0, nbytes)
             return kept
@@ -144,7 +147,7 @@ class Arena:
 
     def _fitting(self, nbytes: int) -> Memory | None:
         """The oldest idle memory of that size that nobody views: the one whose last transfers are most likely over."""
-        return next((m for m in self._idle if m.nbytes == nbytes and not m.exported()), None)
+        return next((m for m in self._idle if m.nbytes == nbytes and not m.stranded and not m.exported()), None)
 
     def _put(self, memory: Memory) -> None:
         if self._keeps and memory.nbytes:
@@ -164,6 +167,8 @@ class Arena:
 
     def _drop(self, memory: Memory) -> None:
         memory.quiet()
+        if memory.stranded:
+            return
         self._unpin(memory)
         if not memory.exported():
             memory.decommit()

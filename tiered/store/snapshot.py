@@ -29,6 +29,7 @@ from tiered.store.block import Block
 from tiered.store.checks import digits
 from tiered.store.store import TieredStore
 from tiered.store.tier import Tier
+from tiered.store.watched import beside
 from tiered.store.window import WINDOW_BYTES, windows
 
 ALIGN = BLOCK
@@ -90,7 +91,9 @@ class Snapshot:
     def _fill(self, block: Block, low: int, high: int) -> None:
         if block.home is Tier.NVME:
             self._meter.count("nvme", read=high - low)
-            self._store._drives().read(block.place, self._window.address, high - low, low).wait()
+            ticket = self._store._drives().read(block.place, self._window.address, high - low, low)
+            beside(ticket, self._window)
+            ticket.wait()
         elif block.memory is None:
             raise RuntimeError(f"{block.key} has no memory")
         elif id(block) in self._beyond:

@@ -37,7 +37,7 @@ from tiered.device.buffer import Buffer
 from tiered.device.interrupt import uninterrupted
 from tiered.device.memory import Memory, page_ceil
 from tiered.device.ticket import Event, Finished, Ticket, settled
-from tiered.errors import UsageError
+from tiered.errors import StorageError, UsageError
 from tiered.io.generations import Generations
 from tiered.io.swapfile import SwapSpace
 from tiered.stats import Meter
@@ -45,7 +45,7 @@ from tiered.store.arena import Arena
 from tiered.store.block import Block, BlockKey, BlockState
 from tiered.store.policy import Candidate, victims
 from tiered.store.tier import Budget, Tier
-from tiered.store.watched import Watched, failing
+from tiered.store.watched import Transfer, watched
 from tiered.store.window import WINDOW_BYTES, windows
 
 
@@ -288,10 +288,6 @@ class TieredStore:
         self._staged -= 1
         self._arena.retire(memory, event)
 
-    def poll(self) -> None:
-        """Take back retired staging whose event is done; every call that takes or gives memory does so too."""
-        self._arena.poll()
-
     def room(self, *, evicting: bool = False) -> int:
         """Bytes that could be taken now: free, idle or retiring, and with `evicting` those that may be evicted."""
         cached = sum(page_ceil(b.nbytes) for b in self._evictable()) if evicting else 0
@@ -382,12 +378,14 @@ class TieredStore:
 
     def _span(self, block: Block, memory: Memory, at: int, offset: int, nbytes: int | None) -> int:
         """The bytes of a transfer with a block that is whole: `nbytes`, or all from `offset`. A range past either end
-        would be memory of somebody else: a fault of this program, never let through."""
+        would be memory of somebody else, and stranded memory is: a fault of this program, never let through."""
         block.check()
+        if memory.stranded:
+            raise StorageError(f"{block.key}: a read that was given up may still fill the memory of this transfer")
         nbytes = block.nbytes - offset if nbytes is None else nbytes
         if not (0 <= at <= at + nbytes <= memory.nbytes and 0 <= offset <= offset + nbytes <= block.nbytes):
             raise RuntimeError(
-                f"{block.key}: bytes {offset}+{nbytes} of {block.nbytes} do not fit memory at {at} of {memory.nbytes}"
+                f"{block.key}: {offset}+{nbytes} of {block.nbytes} bytes, {at} of {memory.nbytes} of memory"
             )
         return nbytes
 
@@ -407,11 +405,11 @@ class TieredStore:
             raise UsageError("no swap directory is set")
         return self.space
 
-    def _watched(self, block: Block, memory: Memory, ticket: Ticket, *, read: int = 0, written: int = 0) -> Ticket:
+    def _watched(self, block: Block, memory: Memory, ticket: Transfer, *, read: int = 0, written: int = 0) -> Ticket:
         """A transfer that is counted, whose failure fails the block, and which keeps `memory` until it is done."""
         self._meter.count("nvme", read=read, written=written)
         self._meter.flight(f"{'read' if read else 'write'} {block.key}", "drive", ticket)
-        return Watched(ticket, failing(weakref.WeakMethod(self._fail), block)).beside(memory)
+        return watched(ticket, memory, block, weakref.WeakMethod(self._fail))
 
     def _fail(self, block: Block, error: BaseException) -> None:
         with self._failing:  # the thread that waits and the one that completes may both come

@@ -10,22 +10,32 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 from tiered.device.memory import Memory
 from tiered.device.ticket import Ticket
 from tiered.store.block import Block
 
 
-def failing(
-    fail: weakref.WeakMethod[Callable[[Block, BaseException], None]], block: Block
-) -> Callable[[BaseException], None]:
-    """`fail` of a block, while its owner is there: who completes transfers may hold the last callback for long."""
+class Transfer(Ticket, Protocol):
+    """A read or write of a drive."""
 
-    def failed(error: BaseException) -> None:
-        if (owner := fail()) is not None:
-            owner(block, error)
+    def stranded(self) -> bool:
+        """Once done: whether a read that was given up may still fill the memory."""
 
-    return failed
+
+def beside(transfer: Transfer, memory: Memory) -> None:
+    """Keep `memory` mapped and committed until a transfer that uses it is over, whoever waits for it; and for good
+    where it is stranded."""
+    owner: Memory | None = memory
+
+    def let_go() -> None:
+        nonlocal owner
+        _ = owner is not None and owner.stranded  # where it is, it stays from now on
+        owner = None
+
+    memory.busy(transfer, transfer.stranded)
+    transfer.add_done_callback(let_go)
 
 
 class Watched:
@@ -52,16 +62,26 @@ class Watched:
     def add_done_callback(self, fn: Callable[[], None]) -> None:
         self._ticket.add_done_callback(fn)
 
-    def beside(self, memory: Memory) -> Watched:
-        """Keep `memory` mapped and committed until the transfer is over, whoever waits for it."""
-        owner: Memory | None = memory
+    def look(self) -> None:
+        """Once it is done: `fail` is told where nobody waits too."""
+        with contextlib.suppress(Exception):
+            self.wait(0)
 
-        def note() -> None:
-            nonlocal owner
-            owner = None
-            with contextlib.suppress(Exception):
-                self.wait(0)
 
-        self.add_done_callback(note)
-        memory.busy(self._ticket)
-        return self
+def watched(
+    transfer: Transfer,
+    memory: Memory,
+    block: Block,
+    fail: weakref.WeakMethod[Callable[[Block, BaseException], None]],
+) -> Watched:
+    """A transfer between `memory`, which it keeps, and `block`, told to `fail` also where nobody waits; that is called
+    while its owner is there: who completes transfers may hold the last callback for long."""
+
+    def failed(error: BaseException) -> None:
+        if (owner := fail()) is not None:
+            owner(block, error)
+
+    found = Watched(transfer, failed)
+    beside(transfer, memory)
+    transfer.add_done_callback(found.look)
+    return found
