@@ -2,9 +2,9 @@
 //
 // Portable: eight tables, eight bytes a round. Hardware: the crc32 instruction has a latency of three cycles and a
 // throughput of one, so three independent lanes run side by side and are joined with a table that multiplies by
-// x^(8 * lane bytes) modulo the polynomial. Tables are built once, on first use (20 KiB). What moves to and from a drive
-// is in no near cache, and the processor's own prefetching ends with each page, as a lane does: asking for the next round
-// ahead takes memory from 9 to 17 GB/s on one core.
+// x^(8 * lane bytes) modulo the polynomial. Tables are built once, on first use (20 KiB). What moves to and from a
+// drive is in no near cache, and the processor's own prefetching ends with each page, as a lane does: asking for the
+// next round ahead takes memory from 9 to 17 GB/s on one core.
 #include "crc32c.h"
 
 #include <array>

@@ -24,7 +24,8 @@
 //  5. A late write reads the caller's memory through the kernel alone, for a piece that is `invalid` until it is
 //  written
 //     again; and while a call that was given up is out, nothing is begun. So no two writes of a piece race.
-//  6. A worker whose call is late is replaced, and leaves when the call comes back: late calls cost no throughput.
+//  6. A worker whose call is late is replaced, and leaves when the call comes back: late calls cost no throughput. Of
+//     two attempts at a read it is the one still out whose worker is replaced.
 //  7. close() and the destructor wait for every request. Nothing is ever dropped silently. What outlives close() are
 //     threads in calls that do not come back; they share the state, never the engine, and touch only what is their own.
 //  8. In a forked child there are no workers: submit and waits that would block throw, close() does nothing, and the

@@ -83,7 +83,7 @@ void IoEngine::State::call(Lock& lock, Attempt attempt, std::uint32_t checksum, 
   } else {
     outcome.in_place = mine.first ? direct_bytes(piece) : 0;
     outcome.failure = read_piece(piece, outcome.in_place, checksum, bounce);
-    if (outcome.failure.transient()) {
+    if (outcome.failure.transient() && worth_another(lock, mine)) {
       outcome.trouble = outcome.failure;
       outcome.failure = read_piece(piece, outcome.in_place, checksum, bounce);
     }
@@ -95,22 +95,33 @@ void IoEngine::State::call(Lock& lock, Attempt attempt, std::uint32_t checksum, 
     troubles.push_back({outcome.trouble, piece.offset, piece.nbytes});
     ++counters.retries;
   }
-  outcome.replaced = mine.replaced;
   if (mine.given_up) --absent;
+  Attempt* const other = other_of(mine);
+  if (mine.first && other != nullptr) std::swap(mine.replaced, other->replaced);  // whoever is out is replaced
+  if (!mine.first && other != nullptr && !outcome.failure.failed()) {
+    other->spare = std::exchange(bounce, Bounce(piece_bytes));
+  }
   if (outcome.failure.failed() && mine.spare) {
     outcome.failure = Failure{};
     outcome.in_place = 0;
     outcome.spare = std::move(mine.spare);
-  } else if (Attempt* const late = mine.first || outcome.failure.failed() ? nullptr : first_of(mine)) {
-    late->spare = std::exchange(bounce, Bounce(piece_bytes));
   }
+  outcome.replaced = mine.replaced;
   under_way.erase(id);
 }
 
-// The first attempt at the piece of a second one, where it is still under way.
-IoEngine::State::Attempt* IoEngine::State::first_of(const Attempt& second) noexcept {
+// Whether a read that failed on its way is to be made once more by its attempt.
+bool IoEngine::State::worth_another(Lock& lock, const Attempt& attempt) {
+  lock.lock();
+  const bool worth = !attempt.given_up && !attempt.spare;
+  lock.unlock();
+  return worth;
+}
+
+// The other attempt at the same piece, where that is under way.
+IoEngine::State::Attempt* IoEngine::State::other_of(const Attempt& attempt) noexcept {
   for (auto& [_, each] : under_way) {
-    if (each.first && each.request == second.request && each.index == second.index) return &each;
+    if (&each != &attempt && each.request == attempt.request && each.index == attempt.index) return &each;
   }
   return nullptr;
 }

@@ -99,7 +99,8 @@ struct IoEngine::State {
  private:
   bool attempt(Lock& lock, const std::shared_ptr<Request>& request, std::size_t index, bool first, Bounce& bounce);
   std::size_t direct_bytes(const Piece& piece) const noexcept;
-  Attempt* first_of(const Attempt& attempt) noexcept;
+  Attempt* other_of(const Attempt& attempt) noexcept;
+  static bool worth_another(Lock& lock, const Attempt& attempt);
   Failure prepare_write(const Piece& piece, PieceRecord& record, Bounce& bounce) const;
   Failure write_piece(const Piece& piece, Bounce& bounce) const;
   Failure read_piece(const Piece& piece, std::size_t in_place, std::uint32_t checksum, Bounce& bounce) const;

@@ -262,6 +262,60 @@ def test_a_read_that_comes_back_late_counts_and_the_second_does_not(
     assert len(said()) == 1
 
 
+def test_a_read_that_stalls_and_then_fails_on_its_way_is_not_made_a_third_time_where_its_bytes_are_there(
+    open_space: Callable, memory: Callable, store: Callable, drives: BadDrives
+) -> None:
+    space = open_space(piece_bytes=PIECE, timeout_s=LIMIT_S)
+    data = memory(PIECE)
+    extent = store(space, data)
+    first, third = drives.stall(errno.EIO), drives.stall()
+    effects = iter([first, None, third])
+    drives.rule = lambda call: next(effects, None)
+    into = memory(PIECE, fill=0)
+    ticket = space.read(extent, into.ctypes.data, PIECE)
+    until(lambda: len(drives.calls) == 3)  # the write, and two reads
+    time.sleep(LIMIT_S / 4)  # the second is over, most likely
+    first.until.set()
+    ticket.wait(60)
+    assert (into == data).all()
+    assert len(drives.calls) == 3
+
+
+def test_a_call_that_was_given_up_begins_nothing_when_it_comes_back(
+    open_space: Callable, memory: Callable, store: Callable, drives: BadDrives
+) -> None:
+    space = open_space(piece_bytes=PIECE, timeout_s=LIMIT_S)
+    extent = store(space, memory(PIECE))
+    stall = drives.stall(errno.EIO)
+    drives.rule = lambda call: stall
+    ticket = space.read(extent, memory(PIECE).ctypes.data, PIECE)
+    with pytest.raises(StorageError, match="has not come back"):
+        ticket.wait(60)
+    drives.release()
+    until(lambda: _answers(space, extent, memory(PIECE)))
+    assert [call.write for call in drives.calls] == [True, False, False, True]
+
+
+def test_a_second_read_that_is_lost_costs_no_thread(
+    open_space: Callable, memory: Callable, store: Callable, drives: BadDrives
+) -> None:
+    space = open_space(piece_bytes=PIECE, timeout_s=LIMIT_S, threads=1)
+    data = memory(PIECE)
+    extent = store(space, data)
+    for _ in range(2):
+        drives.calls.clear()
+        first, lost = drives.stall(), drives.stall()
+        effects = iter([first, lost])
+        drives.rule = lambda call: next(effects, None)  # noqa: B023
+        into = memory(PIECE, fill=0)
+        ticket = space.read(extent, into.ctypes.data, PIECE)
+        until(lambda: len(drives.calls) == 2)
+        first.until.set()
+        ticket.wait(60)
+        assert (into == data).all()
+        space.write(extent, data.ctypes.data, PIECE).wait(60)
+
+
 def test_a_drive_that_answers_no_read_is_a_timeout_by_name_and_says_that_the_memory_is_not_the_callers(
     open_space: Callable, memory: Callable, store: Callable, load: Callable, drives: BadDrives
 ) -> None:

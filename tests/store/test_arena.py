@@ -477,3 +477,14 @@ def test_memory_that_a_call_was_given_up_for_serves_nobody_again_and_stays_charg
         arena.give(memory)
     arena.close()
     assert (budget.used, lost.committed, lost.address in locks.locked) == (PAGE, True, locked)
+
+
+def test_idle_memory_gives_way_where_that_of_the_size_turns_out_to_be_stranded(locks: Locks) -> None:
+    arena, budget = keeping(4 * PAGE, locks)
+    lost, other = arena.take(PAGE, "a"), arena.take(2 * PAGE, "b")
+    lost.busy(Copy(OSError("given up")), lambda: True)
+    arena.give(lost)
+    arena.give(other)
+    taken = [arena.take(PAGE, "c") for _ in range(3)]
+    assert (budget.used, arena.idle) == (4 * PAGE, 0)
+    assert lost.address not in {memory.address for memory in taken}

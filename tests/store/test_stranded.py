@@ -108,3 +108,18 @@ def test_memory_that_may_yet_be_filled_is_not_asked_to_hold_anything(drives: Bad
             call(other, memory)
     store.unstage(memory)
     store.close()
+
+
+def test_a_snapshot_reads_nothing_more_once_its_window_may_be_filled(drives: BadDrives, swap: Path) -> None:
+    store = TieredStore(Budget(Tier.HOST, 4 * MIB), SwapSpace([swap], threads=2, timeout_s=0.1), Meter())
+    away, here = store.create(BlockKey(0, "param"), MIB, Tier.NVME), store.create(BlockKey(1, "param"), MIB, Tier.HOST)
+    store.patch(away, content(0, MIB), 0)
+    snapshot = Snapshot(store, CpuDevice(), Meter(), [away, here])
+    stall = drives.stall()
+    drives.rule = lambda call: None if call.write else stall
+    for block in (away, here):
+        with pytest.raises(StorageError):
+            next(iter(snapshot.read(block, 0, 1)))
+    snapshot.close()
+    drives.release()
+    store.close()

@@ -27,6 +27,11 @@ class Buffer(abc.ABC):
     def committed(self) -> bool:
         """Whether the buffer has memory now."""
 
+    @property
+    def stranded(self) -> bool:
+        """Whether its memory has to stay though nobody uses it."""
+        return False
+
     @abc.abstractmethod
     def read(self, out: torch.Tensor, offset: int) -> None:
         """Fill `out` (1-D uint8, on the host) with the bytes from `offset` on; on return they are there."""

@@ -6,8 +6,9 @@ Page alignment lets O_DIRECT reads land in the memory that computes.
 
 Invariants:
 1. The range is unmapped when the last tensor that views it is gone, never before.
-2. Pages read as zero after `commit`. Touching decommitted memory is a fault of the program that the parameter guard
-   exists to prevent, and the range is then without access rights, so it cannot pass unnoticed.
+2. Pages read as zero after `commit`, but those of stranded memory (4). Touching decommitted memory is a fault of the
+   program that the parameter guard exists to prevent, and the range is then without access rights, so it cannot pass
+   unnoticed.
 3. Pages do not go while a transfer registered with `busy` uses them: `decommit` waits for it.
 4. Where such a transfer was given up, and its call may still fill the memory, that is `stranded`: it keeps its pages
    and its address to the end of the process, whoever lets go of it.
@@ -124,7 +125,7 @@ class Memory(Buffer):
         self._drop_pages()
 
     def _forget_what_is_over(self) -> None:
-        over = [each for each in self._transfers if each[0].done()]
+        over = [each for each in self._transfers if _over(each[0])]
         if any(stranded() for _, stranded in over):
             self._stranded = True
             self._unmap.detach()
@@ -135,3 +136,10 @@ class Memory(Buffer):
             self._committed = False
             _libc.madvise(self.address, self._span, _MADV_DONTNEED)
             _libc.mprotect(self.address, self._span, _PROT_NONE)
+
+
+def _over(transfer: Event) -> bool:
+    try:
+        return transfer.done()
+    except Exception:  # a device that has failed for good answers nothing, and copies nothing
+        return True

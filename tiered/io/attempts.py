@@ -111,7 +111,7 @@ class Attempt:
     id: int = -1
     begun: float = 0.0
     given_up: bool = False
-    replaced: bool = False  # by portable.py, which alone reads it
+    replaced: bool = False  # its thread; set by portable.py
     blank: bool = False
     trouble: Failure | None = None  # that of the first read, where it was made once more
     data: memoryview | None = None  # what was read, where that was not in place
@@ -186,12 +186,14 @@ class Attempts:
         """Its calls have come back. True where its piece is the caller's to settle: never that of a second attempt."""
         with self._lock:
             del self._under_way[attempt.id]
-            if attempt.first and attempt.failure is not None and attempt.spare is not None:
+            of_piece = (a for a in self._under_way.values() if (a.of, a.index) == (attempt.of, attempt.index))
+            other = next(of_piece, None)
+            if other is not None and attempt.first:  # whoever is out is replaced
+                attempt.replaced, other.replaced = other.replaced, attempt.replaced
+            if other is not None and not attempt.first and attempt.failure is None:
+                other.spare = attempt.data
+            if attempt.failure is not None and attempt.spare is not None:
                 attempt.data, attempt.failure = attempt.spare, None
-            elif not attempt.first and attempt.failure is None:
-                for each in self._under_way.values():
-                    if each.first and (each.of, each.index) == (attempt.of, attempt.index):
-                        each.spare = attempt.data
             self._absent -= attempt.given_up
             if not self._under_way:
                 self._busy_seconds += time.monotonic() - self._busy_since
@@ -201,6 +203,11 @@ class Attempts:
                 self._troubles.append(Trouble(trouble.fault, trouble.errno, piece.offset, piece.nbytes))
             self._changed.notify_all()
             return attempt.first and self._claim(attempt)
+
+    def worth_another(self, attempt: Attempt) -> bool:
+        """Whether a read that failed on its way is to be made once more by its attempt."""
+        with self._lock:
+            return not attempt.given_up and attempt.spare is None
 
     def claim(self, attempt: Attempt) -> bool:
         """True for the first who asks for a piece, unless by a second attempt: it is theirs to settle."""

@@ -265,7 +265,7 @@ class PortableEngine:
         attempt.data = None if attempt.first else memoryview(bytearray(attempt.piece.nbytes))
         view = _view(attempt.piece) if attempt.data is None else attempt.data
         attempt.failure = await self._read_once(file, attempt, view, checksum)
-        if attempt.failure is not None and attempt.failure.transient:
+        if attempt.failure is not None and attempt.failure.transient and self._attempts.worth_another(attempt):
             attempt.trouble = attempt.failure
             attempt.failure = await self._read_once(file, attempt, view, checksum)
 

@@ -47,7 +47,7 @@ class Arena:
     @property
     def idle(self) -> int:
         """Bytes that are kept for a next taker."""
-        return sum(page_ceil(memory.nbytes) for memory in self._idle)
+        return sum(page_ceil(memory.nbytes) for memory in self._idle if not memory.stranded)
 
     @property
     def retiring(self) -> int:
@@ -69,6 +69,7 @@ class Arena:
             kept.quiet()
             self._idle.remove(kept)
             if kept.stranded:
+                self.reclaim(nbytes)
                 continue
             if zeros:
                 ctypes.memset(kept.address, 0, nbytes)

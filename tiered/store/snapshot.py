@@ -21,7 +21,9 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from tiered.device.base import Device
+from tiered.device.interrupt import uninterrupted
 from tiered.device.memory import Memory
+from tiered.errors import StorageError
 from tiered.io.checksum import NAMES
 from tiered.io.drive import BLOCK
 from tiered.stats import Meter
@@ -89,10 +91,13 @@ class Snapshot:
             self._window.decommit()
 
     def _fill(self, block: Block, low: int, high: int) -> None:
+        if self._window.stranded:
+            raise StorageError("a read that was given up may still fill the window of this snapshot")
         if block.home is Tier.NVME:
             self._meter.count("nvme", read=high - low)
-            ticket = self._store._drives().read(block.place, self._window.address, high - low, low)
-            beside(ticket, self._window)
+            with uninterrupted():  # a read that has begun is always registered
+                ticket = self._store._drives().read(block.place, self._window.address, high - low, low)
+                beside(ticket, self._window)
             ticket.wait()
         elif block.memory is None:
             raise RuntimeError(f"{block.key} has no memory")

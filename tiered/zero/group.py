@@ -412,7 +412,7 @@ class ParamGroup:
     def _give_back(self) -> None:
         if not self.buffer.exported():
             self.runtime.device.release(self.buffer)
-        self.runtime.budget.refund(self.nbytes)
+        self.runtime.budget.refund(0 if self.buffer.stranded else self.nbytes)
 
     def _move(self, state: GroupState) -> None:
         if (self._state, state) not in LEGAL:
