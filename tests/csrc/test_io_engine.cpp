@@ -126,7 +126,7 @@ void bytes_come_back(const std::string& directory, bool direct) {
   for (const std::size_t nbytes : {std::size_t{1}, kBlock, kPiece - 1, 5 * kPiece, 4 * kPiece + 13}) {
     for (const std::size_t misalignment : {0u, 1u, 64u}) {
       File file(directory + "/bytes", 6 * kPiece);
-      IoEngine engine(file.buffered, direct ? file.direct : -1, 3, kPiece, misalignment == 1);
+      IoEngine engine(file.buffered, direct ? file.direct : -1, 3, kPiece);
       Memory from(nbytes, misalignment), into(nbytes, misalignment);
       fill(from.data, nbytes, static_cast<unsigned>(nbytes + misalignment));
       std::vector<PieceRecord> records((nbytes + kPiece - 1) / kPiece);
@@ -149,7 +149,7 @@ void bytes_come_back(const std::string& directory, bool direct) {
 void faults_are_told_apart(const std::string& directory) {
   constexpr std::size_t kPiece = kBlock;
   File file(directory + "/faults", 4 * kPiece);
-  IoEngine engine(file.buffered, file.direct, 2, kPiece, false);
+  IoEngine engine(file.buffered, file.direct, 2, kPiece);
   Memory memory(4 * kPiece);
   fill(memory.data, 4 * kPiece, 3);
   std::vector<PieceRecord> records(4);
@@ -168,7 +168,7 @@ void faults_are_told_apart(const std::string& directory) {
 
   const int read_only = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
   {
-    IoEngine broken(read_only, -1, 1, kPiece, false);
+    IoEngine broken(read_only, -1, 1, kPiece);
     auto write = broken.submit(Op::write, {{memory.data, 0, kPiece, 0}}, records.data());
     write->wait(-1);
     require(write->failure().fault == Fault::system && write->failure().error == EBADF, "a system error has its errno");
@@ -192,9 +192,9 @@ void misuse_throws(const std::string& directory) {
     }
     return false;
   };
-  require(throws([&] { IoEngine(file.buffered, -1, 0, kBlock, false); }), "no threads are refused");
-  require(throws([&] { IoEngine(file.buffered, -1, 1, kBlock + 1, false); }), "odd piece sizes are refused");
-  IoEngine engine(file.buffered, -1, 1, kBlock, false);
+  require(throws([&] { IoEngine(file.buffered, -1, 0, kBlock); }), "no threads are refused");
+  require(throws([&] { IoEngine(file.buffered, -1, 1, kBlock + 1); }), "odd piece sizes are refused");
+  IoEngine engine(file.buffered, -1, 1, kBlock);
   const auto submit = [&](Piece piece) { engine.submit(Op::read, {piece}, records.data()); };
   require(throws([&] { submit({memory.data, 1, kBlock, 0}); }), "odd offsets are refused");
   require(throws([&] { submit({memory.data, 0, kBlock + 1, 0}); }), "a piece too long is refused");
@@ -208,7 +208,7 @@ void misuse_throws(const std::string& directory) {
 void many_threads_share_an_engine(const std::string& directory) {
   constexpr std::size_t kThreads = 4, kRounds = 40, kBytes = 3 * kBlock + 5, kRoom = 4 * kBlock;
   File file(directory + "/shared", kThreads * kRoom);
-  IoEngine engine(file.buffered, file.direct, 3, kBlock, false);
+  IoEngine engine(file.buffered, file.direct, 3, kBlock);
   std::atomic<std::uint64_t> expected{0}, announced{0};
   std::thread listener([&] {
     while (engine.next_notification()) announced.fetch_add(1);
@@ -245,7 +245,7 @@ void closing_waits_and_requests_outlive_the_engine(const std::string& directory)
   std::vector<PieceRecord> records(200);
   std::shared_ptr<Request> request;
   {
-    IoEngine engine(file.buffered, file.direct, 2, kBlock, false);
+    IoEngine engine(file.buffered, file.direct, 2, kBlock);
     request = engine.submit(Op::write, pieces_over(memory.data, kBytes, kBlock), records.data());
   }
   require(request->done() && !request->failure().failed(), "the destructor waits for what was submitted");
@@ -257,7 +257,7 @@ void a_forked_child_does_not_hang(const std::string& directory) {
   File file(directory + "/fork", kBytes);
   Memory memory(kBytes);
   std::vector<PieceRecord> records(200);
-  auto engine = std::make_unique<IoEngine>(file.buffered, file.direct, 2, kBlock, false);
+  auto engine = std::make_unique<IoEngine>(file.buffered, file.direct, 2, kBlock);
   auto request = engine->submit(Op::write, pieces_over(memory.data, kBytes, kBlock), records.data());
   const pid_t child = ::fork();
   if (child == 0) {
@@ -289,18 +289,32 @@ class Stalling {
     at_ = at;
     left_ = calls;
   }
-  void release() {
+  // What has stalled comes back, with an error where one is given.
+  void release(int error = 0) {
     const std::lock_guard<std::mutex> lock(mutex_);
     left_ = 0;
+    error_ = error;
+    released_ = stalled_;
+    changed_.notify_all();
+  }
+  int pass(bool write, std::int64_t at) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (write != writes_ || at != at_ || left_ == 0) return 0;
+    --left_;
+    const int mine = ++stalled_;
+    changed_.wait(lock, [&] { return released_ >= mine; });
+    return error_;
+  }
+  // The one that has stalled for longest comes back.
+  void release_first() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    error_ = 0;
     ++released_;
     changed_.notify_all();
   }
-  void pass(bool write, std::int64_t at) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (write != writes_ || at != at_ || left_ == 0) return;
-    --left_;
-    const int seen = released_;
-    changed_.wait(lock, [&] { return released_ != seen; });
+  int left() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return left_;
   }
 
  private:
@@ -309,18 +323,20 @@ class Stalling {
   bool writes_ = false;
   std::int64_t at_ = 0;
   int left_ = 0;
-  int released_ = 0;
+  int stalled_ = 0;   // so far,
+  int released_ = 0;  // of them
+  int error_ = 0;
 };
 
 class BadDrive {
  public:
   BadDrive() : before_(tiered::file_calls()) {
     tiered::file_calls().read = [](int fd, void* into, std::size_t nbytes, std::int64_t offset) -> std::int64_t {
-      Stalling::one().pass(false, offset);
+      if (const int error = Stalling::one().pass(false, offset)) return -error;
       return ::pread(fd, into, nbytes, offset);
     };
     tiered::file_calls().write = [](int fd, const void* from, std::size_t nbytes, std::int64_t offset) -> std::int64_t {
-      Stalling::one().pass(true, offset);
+      if (const int error = Stalling::one().pass(true, offset)) return -error;
       return ::pwrite(fd, from, nbytes, offset);
     };
   }
@@ -341,27 +357,53 @@ tiered::Late the_late_one(const IoEngine& engine) {
   }
 }
 
-void a_late_read_is_made_again_and_its_first_harms_nothing(const std::string& directory) {
+void a_late_read_is_made_again_and_serves_where_the_first_fails(const std::string& directory) {
   const BadDrive bad;
   constexpr std::size_t kBytes = 8 * kBlock;
   File file(directory + "/late", kBytes);
   std::vector<PieceRecord> records(8);
-  IoEngine engine(file.buffered, file.direct, 1, kBlock, false);
+  IoEngine engine(file.buffered, file.direct, 1, kBlock);
   auto from = std::make_unique<Memory>(kBytes);
   fill(from->data, kBytes, 5);
   engine.submit(Op::write, pieces_over(from->data, kBytes, kBlock), records.data())->wait(-1);
-  for (int round = 0; round < 3; ++round) {
+  for (const int error : {0, EBADMSG, EIO}) {
     Stalling::one().stall(false, 2 * kBlock, 1);
     auto into = std::make_unique<Memory>(kBytes);
     auto read = engine.submit(Op::read, pieces_over(into->data, kBytes, kBlock), records.data());
     require(engine.replace(the_late_one(engine).id), "a late worker is replaced");
-    require(read->wait(-1) && !read->failure().failed(), "the second read counts");
+    Memory other(kBlock);  // read by the only worker there is, after it has made the late read again
+    require(engine.submit(Op::read, pieces_over(other.data, kBlock, kBlock), records.data())->wait(-1), "it goes on");
+    require(!read->done(), "the first read may still fill the memory");
+    Stalling::one().release(error);
+    require(read->wait(-1) && !read->failure().failed() && !read->stranded(), "one of the two reads counts");
     require(std::memcmp(from->data, into->data, kBytes) == 0, "its bytes are right");
-    into.reset();  // the first read may not touch it now
-    Stalling::one().release();
+    into.reset();
   }
   engine.close(-1);
   require(engine.counters().retries == 3 && engine.counters().stalls == 3, "retries are counted");
+}
+
+void a_second_read_that_is_lost_costs_no_worker(const std::string& directory) {
+  const BadDrive bad;
+  File file(directory + "/lost", kBlock);
+  std::vector<PieceRecord> records(1);
+  Memory memory(kBlock);
+  IoEngine engine(file.buffered, file.direct, 1, kBlock);
+  const auto pieces = [&] { return pieces_over(memory.data, kBlock, kBlock); };
+  engine.submit(Op::write, pieces(), records.data())->wait(-1);
+  for (int round = 0; round < 3; ++round) {
+    Stalling::one().stall(false, 0, 1);
+    auto read = engine.submit(Op::read, pieces(), records.data());
+    const auto late = the_late_one(engine);
+    Stalling::one().stall(false, 0, 1);  // the second
+    require(engine.replace(late.id), "a late worker is replaced");
+    while (Stalling::one().left() > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    Stalling::one().release_first();
+    require(read->wait(-1) && !read->failure().failed(), "the first read counts");
+    require(engine.submit(Op::write, pieces(), records.data())->wait(10), "and its worker works on");
+    Stalling::one().release();
+  }
+  engine.close(-1);
 }
 
 void what_is_given_up_touches_nothing(const std::string& directory) {
@@ -374,7 +416,7 @@ void what_is_given_up_touches_nothing(const std::string& directory) {
   ::unlink(path.c_str());
   const std::size_t tasks_before = tasks();
   for (const bool writes : {false, true}) {
-    IoEngine engine(file.buffered, file.direct, 2, kBlock, false);
+    IoEngine engine(file.buffered, file.direct, 2, kBlock);
     Memory good(kBytes);
     std::vector<PieceRecord> kept(8);
     engine.submit(Op::write, pieces_over(good.data, kBytes, kBlock), kept.data())->wait(-1);
@@ -389,6 +431,9 @@ void what_is_given_up_touches_nothing(const std::string& directory) {
     require(engine.give_up(late.id) && !engine.give_up(late.id), "a piece is given up once");
     request->wait(-1);
     require(request->failure().fault == Fault::stalled && request->failure().piece == 3, "it is a stall");
+    require(request->stranded() == !writes, "memory that a read may yet fill is stranded");
+    static std::vector<std::unique_ptr<Memory>>& stranded = *new std::vector<std::unique_ptr<Memory>>;
+    if (!writes) stranded.push_back(std::move(memory));
     memory.reset();
     records.reset();
     auto refused = engine.submit(Op::write, pieces_over(good.data, kBytes, kBlock), kept.data());
@@ -420,7 +465,8 @@ int main(int argc, char** argv) {
   many_threads_share_an_engine(directory);
   closing_waits_and_requests_outlive_the_engine(directory);
   a_forked_child_does_not_hang(directory);
-  a_late_read_is_made_again_and_its_first_harms_nothing(directory);
+  a_late_read_is_made_again_and_serves_where_the_first_fails(directory);
+  a_second_read_that_is_lost_costs_no_worker(directory);
   what_is_given_up_touches_nothing(directory);
   return 0;
 }
