@@ -477,10 +477,10 @@ def test_a_model_that_is_dropped_before_a_step_is_over_leaves_nothing(swap: Path
     model = tiered.shard(Net(), config)
     Trained(model, tiered.AdamW(model.parameters()), []).step(0)
     del model
-    gc.collect()
     deadline = time.monotonic() + 30
-    while list(swap.iterdir()) and time.monotonic() < deadline:  # whose last reader is a drive's thread, it ends there
-        time.sleep(0.01)
+    while list(swap.iterdir()) and time.monotonic() < deadline:
+        gc.collect()  # again: a drive's thread that tells of a transfer at that moment still holds what is dropped
+        time.sleep(0.1)
     assert list(swap.iterdir()) == []
 
 
