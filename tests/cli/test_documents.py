@@ -1,9 +1,11 @@
-"""The README tells the truth: its example runs as printed, and its tree names the files there are."""
+"""The documents tell the truth: the example of the README runs as printed, its tree names the files there are."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -39,3 +41,8 @@ def test_the_tree_of_the_readme_names_every_file_and_no_other() -> None:
     there = {name for name in there if (ROOT / name).is_file() and "__pycache__" not in name}
     listed = {name for name in told if name.split("/")[0] in kinds and not name.endswith("/")}
     assert listed == {name for name in there if not name.endswith("/__init__.py")} | {"tiered/__init__.py"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "measurements").glob("*.json")), ids=lambda path: path.name)
+def test_a_measurement_tells_no_path_of_the_machine_it_was_made_on(path: Path) -> None:
+    assert not re.findall(r'"(?:/|~|[A-Z]:\\)[^"]*"', path.read_text(encoding="utf-8"))
