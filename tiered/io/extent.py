@@ -12,6 +12,11 @@ that what was committed stays as it is until the next commit:
 
     committed      A0 A1 A2      write of piece 1: B1       read: A0 B1 A2       commit: the next write of 1 goes to A1
 
+What is only a candidate is written *beside*: to the slot that holds nothing, as the contents are those committed; it
+becomes the contents by `take`, or is forgotten, which moves nothing.
+
+    committed      A0 A1 A2      beside, of piece 1: B1     read: A0 A1 A2       take piece 1; read: A0 B1 A2
+
 Invariants: 1. The arithmetic of placement is in Stripes alone; ranges on a drive are whole blocks. 2. A piece of a slot
 that a commit names is not written.
 Leaves to drive.py which range a drive gives, and to swapfile.py every change of an extent's state.
@@ -96,11 +101,21 @@ class Extent:
         found: Records = self.records[self.record(np.arange(self.pieces))]
         return found
 
-    def record(self, pieces: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Where in `records` the contents of `pieces` have theirs."""
-        return pieces * len(self.starts) + self.slots[pieces]
+    @property
+    def settled(self) -> bool:
+        """What it holds is what was committed, so that each piece has a slot that holds nothing."""
+        return self.committed is not None and bool((self.slots == self.committed).all())
+
+    def record(self, pieces: npt.NDArray[np.int64], *, beside: bool = False) -> npt.NDArray[np.int64]:
+        """Where in `records` the contents of `pieces`, or what is beside them, have theirs."""
+        slots = self.slots[pieces]
+        return pieces * len(self.starts) + (1 - slots if beside else slots)
 
     def turn(self, pieces: range) -> None:
         """`pieces` are to be written: not over what was committed."""
         if self.committed is not None:
             self.slots[pieces.start : pieces.stop] = 1 - self.committed[pieces.start : pieces.stop]
+
+    def take(self, pieces: range) -> None:
+        """What was written beside `pieces` is what they hold."""
+        self.slots[pieces.start : pieces.stop] ^= 1

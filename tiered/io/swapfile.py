@@ -4,8 +4,8 @@ Invariants:
 1. Bytes read are the bytes last written, or zeros where nothing was ever written, or an error: every piece has a
    checksum, and a piece whose write failed is unreadable until it is written again.
 2. A transfer starts at a multiple of piece_bytes and ends at one or at the extent's end: pieces move whole.
-3. A piece being written takes no second transfer: that raises UsageError. Reads may overlap each other. Whoever writes
-   a piece that is still being read has not waited, and the read may fail as corrupt.
+3. A piece being written takes no second transfer, and one beside it no second write: that raises UsageError. Reads may
+   overlap each other. Whoever writes a piece that is still being read has not waited, and the read may fail as corrupt.
 4. Space is preallocated by `allocate` and reused after `free`; an allocation that fails keeps nothing.
 5. Bytes of the last commit are not overwritten before the next one, and are there after the process has died.
 6. `close()` waits for I/O, then removes every file and directory this space made, also after failures. It runs by
@@ -216,32 +216,66 @@ class SwapSpace:
         """
         return self._transfer(True, extent, address, nbytes, offset)
 
-    def _transfer(self, write: bool, extent: Extent, address: int, nbytes: int, offset: int) -> Ticket:
+    def write_beside(self, extent: Extent, address: int, nbytes: int, offset: int = 0) -> Ticket:
+        """As `write`, but the extent holds what it held, until `take` of the same range makes this its contents.
+
+        Raises UsageError as well where the extent is not `settled`: nothing may be beside what is not committed.
+        """
+        return self._transfer(True, extent, address, nbytes, offset, beside=True)
+
+    def take(self, extent: Extent, nbytes: int, offset: int = 0) -> None:
+        """What was written beside a range is its contents from now on; it may still be on its way."""
+        pieces = self._piece_range(extent, nbytes, offset)
+        with self._lock:
+            usable(self._owner, self._closed)
+            self._check_live(extent)
+            extent.take(pieces)
+            self._count(extent, pieces)
+
+    def _transfer(
+        self, write: bool, extent: Extent, address: int, nbytes: int, offset: int, *, beside: bool = False
+    ) -> Ticket:
         pieces = self._piece_range(extent, nbytes, offset)
         usable(self._owner, closed=False)
         with self._lock:
             usable(self._owner, self._closed)
             self._check_live(extent)
-            at = extent.record(np.arange(pieces.start, pieces.stop))
-            if (extent.records["state"][at] == PieceState.WRITING).any():
-                raise UsageError(f"{extent.label} is being written there; wait for that ticket first")
+            self._check_idle(extent, pieces, write)
             extent.in_flight = [submission for submission in extent.in_flight if not submission.done()]
             if write:
-                if self.generations is not None:
-                    self.generations.check()
-                extent.turn(pieces)
-                at = extent.record(np.arange(pieces.start, pieces.stop))
-                if self.generations is not None:
-                    self.generations.written(bool(extent.fresh[at].any()))
-                extent.fresh[at] = False
-                extent.records["state"][at] = PieceState.WRITING
-            by_drive = self._by_drive(extent, address - offset, pieces)
+                self._begin_write(extent, pieces, beside)
+            by_drive = self._by_drive(extent, address - offset, pieces, beside=beside)
             parts = []
             for index, drive_pieces in by_drive.items():
                 submission = self._resources.engines[index].submit(write, drive_pieces, extent.records)
                 extent.in_flight.append(submission)
                 parts.append(TransferPart(submission, self._resources.drives[index].path, drive_pieces))
         return Transfer(parts, write, extent.label)
+
+    def _check_idle(self, extent: Extent, pieces: range, write: bool) -> None:
+        numbers = np.arange(pieces.start, pieces.stop)
+        for beside in (False, True) if write and len(extent.starts) > 1 else (False,):
+            if (extent.records["state"][extent.record(numbers, beside=beside)] == PieceState.WRITING).any():
+                raise UsageError(f"{extent.label} is being written there; wait for that ticket first")
+
+    def _begin_write(self, extent: Extent, pieces: range, beside: bool) -> None:
+        if self.generations is not None:
+            self.generations.check()
+        if not beside:
+            extent.turn(pieces)
+        elif not extent.settled:
+            raise UsageError(f"{extent.label} holds what is not committed: nothing may be written beside it")
+        at = extent.record(np.arange(pieces.start, pieces.stop), beside=beside)
+        extent.records["state"][at] = PieceState.WRITING
+        if not beside:
+            self._count(extent, pieces)
+
+    def _count(self, extent: Extent, pieces: range) -> None:
+        """What was written, or is, becomes what `pieces` hold."""
+        at = extent.record(np.arange(pieces.start, pieces.stop))
+        if self.generations is not None:
+            self.generations.written(bool(extent.fresh[at].any()))
+        extent.fresh[at] = False
 
     def link(self, extent: Extent, descriptor: int, offset: int) -> list[int] | None:
         """Lets the file `descriptor` have the extent's bytes from `offset` on (a multiple of BLOCK) without moving
@@ -284,13 +318,13 @@ class SwapSpace:
             )
         return range(offset // size, -(-stop // size))
 
-    def _by_drive(self, extent: Extent, base: int, pieces: range) -> dict[int, list[Piece]]:
+    def _by_drive(self, extent: Extent, base: int, pieces: range, *, beside: bool = False) -> dict[int, list[Piece]]:
         """The pieces each drive moves; `base` is the memory address that the extent's byte 0 has or would have."""
         by_drive: dict[int, list[Piece]] = {}
         for index in pieces:
             drive, offset = extent.stripes.place(index)
             address = base + index * self._piece_bytes
-            slot = int(extent.slots[index])
+            slot = int(extent.slots[index]) ^ beside
             record = index * len(extent.starts) + slot
             piece = Piece(address, extent.starts[slot][drive] + offset, extent.stripes.size(index), record)
             by_drive.setdefault(drive, []).append(piece)

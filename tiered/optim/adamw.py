@@ -34,6 +34,7 @@ from tiered.device.interrupt import uninterrupted
 from tiered.errors import ConfigError, UsageError
 from tiered.optim import hyperparameters, resident, update
 from tiered.optim.apply import apply
+from tiered.optim.early import EarlyUpdate, expects
 from tiered.optim.generation import Progress, payload
 from tiered.optim.outcome import Outcome
 from tiered.optim.plan import StepPlan, plan_step
@@ -83,6 +84,7 @@ class AdamW(torch.optim.Optimizer):
         self._homes: dict[int, ParamHome] = {}  # by id of the Parameter
         self._steps: dict[int, int] = {}  # likewise: updates taken
         self._outcome: Outcome | None = None
+        self._factor = 1.0  # by which the last step clipped
         self._pending: StepPlan | None = None  # of the step whose outcome is on its way
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
@@ -90,6 +92,7 @@ class AdamW(torch.optim.Optimizer):
         fp16 = policy is torch.float16 or any(g.dtype is torch.float16 for g in self.model.groups)
         self._scaler = LossScaler() if fp16 else None
         self.model.on_settle(self._settle)
+        self._early = EarlyUpdate(self.model, self, self._homes) if expects(self.model) else None
 
     # --- what torch's optimizers have ---
 
@@ -157,17 +160,29 @@ class AdamW(torch.optim.Optimizer):
         model = self.model
         with uninterrupted():  # Ctrl-C waits: a step is counted and happens as a whole, or not at all
             if not self._taken(norm):
+                self._stepped(None)
                 return
-            factor = 1.0
+            self._factor = 1.0
             if self.max_grad_norm is not None:  # torch.nn.utils.clip_grad_norm_'s formula
-                factor = min(1.0, self.max_grad_norm / (self._grad_norm + 1e-6))
+                self._factor = min(1.0, self.max_grad_norm / (self._grad_norm + 1e-6))
+            by = self._factor / scale
             plan = plan_step(self.param_groups, self._homes, self._steps)
-            known = resident.known_factor(factor / scale, model.runtime.device.torch_device) if there else None
-            fresh, lazy = apply(model, plan, factor / scale, resident.Verdict(known, None))
+            known = resident.known_factor(by, model.runtime.device.torch_device) if there else None
+            fresh, lazy = apply(model, plan, by, resident.Verdict(known, None), self._early)
             self._commit(plan)
             if lazy is not None:
                 lazy.begin(self._keeping())
             self._announce(plan, fresh)
+            self._stepped(by)
+
+    def _stepped(self, by: float | None) -> None:
+        if self._early is not None:
+            self._early.stepped(by)
+
+    def expected_scale(self) -> float | None:
+        """What the next step is likely to multiply gradients by; None: nobody knows."""
+        scale = self._scaler.scale if self._scaler is not None else 1.0
+        return 1.0 / scale if self.max_grad_norm is None or self._factor == 1.0 else None
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -359,7 +374,7 @@ class AdamW(torch.optim.Optimizer):
         plan = plan_step(self.param_groups, self._homes, self._steps)
         with uninterrupted():
             self._on_its_way(norm)  # before the updates, so that whoever asks does not wait for them
-            fresh, _ = apply(self.model, plan, 1.0, verdict)
+            fresh, _ = apply(self.model, plan, 1.0, verdict, None)
             self._pending = plan
             self._announce(plan, fresh)
 

@@ -2,6 +2,7 @@
 
     on the device     groups that live there with all their states (resident)
     on the host, now  groups of which nothing has to be moved; and all, with several ranks
+    kept              groups whose update was computed in backward, as it is decided now: see `optim.early`
     lazy              the others, each when it is first needed: see `optim.lazy`
 
 Invariant: what cannot be had, staging and buffers, is asked for before anything is changed.
@@ -9,20 +10,19 @@ Invariant: what cannot be had, staging and buffers, is asked for before anything
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from tiered.optim import pipeline, resident, update
 from tiered.optim.crossing import Crossing
-from tiered.optim.lazy import LazyUpdate, Work, waits
+from tiered.optim.early import EarlyUpdate, work
+from tiered.optim.lazy import LazyUpdate, waits
 from tiered.optim.plan import StepPlan, within
-from tiered.zero.group import ParamGroup
+from tiered.optim.slots import Chunk
 from tiered.zero.model import ShardedModel
 
 
 def apply(
-    model: ShardedModel, plan: StepPlan, grad_scale: float, verdict: resident.Verdict
+    model: ShardedModel, plan: StepPlan, grad_scale: float, verdict: resident.Verdict, early: EarlyUpdate | None
 ) -> tuple[set[int], LazyUpdate | None]:
     """Update the groups of the plan: on the host with `grad_scale`, on the device as `verdict` says. Returns the index
     of each whose copy on the device has been brought up to date already, and what of it is lazy, not begun yet.
@@ -45,7 +45,7 @@ def apply(
             for index, state in states.items():
                 resident.update(plan.segments[index], state, verdict, scratch)
 
-    def change(chunk: pipeline.Chunk, tensors: dict[str, torch.Tensor]) -> None:
+    def change(chunk: Chunk, tensors: dict[str, torch.Tensor]) -> None:
         begin()
         step.alive()
         segments = within(plan.segments[chunk.group.index], chunk.start, chunk.stop)
@@ -55,20 +55,23 @@ def apply(
             else:
                 update.on_host(segments, tensors, grad_scale)
 
-    def work(groups: Sequence[ParamGroup]) -> list[Work]:
-        return [(g, update.arrays(g, model.grads[g.index].dtype)) for g in groups]
-
     model.before_step()
-    later = [] if apart else [g for g in here if waits(g) and not model.grads[g.index].viewed()]
-    lazy = LazyUpdate(model, work(later), change, step.updated) if later else None
+    kept, slots = early.keep(plan, grad_scale) if early is not None else ([], None)
+    here = [g for g in here if g not in kept]
+    lazily = not apart and model.config.overlap not in ("none", "prefetch")
+    later = [g for g in here if lazily and waits(g) and not model.grads[g.index].viewed()]
+    lazy = None
+    if later or slots is not None:
+        lazy = LazyUpdate(model, work(model, later), change, step.updated, kept=kept, slots=slots)
     try:
         for part in step.parts([g for g in here if g not in later]):
-            pipeline.Run(model.runtime.store, model.runtime.meter, work(part), change, step.updated).finish()
+            run = pipeline.Run(model.runtime.store, model.runtime.meter, work(model, part), change, step.updated)
+            run.finish()
         begin()
         step.finish()
     except BaseException as error:
         if lazy is not None:
             lazy.abandon()
-        model.failure = error if begun else None
+        model.failure = error if begun or kept else None
         raise
     return step.fresh, lazy

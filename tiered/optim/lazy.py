@@ -25,12 +25,11 @@ from tiered.device.buffer import Buffer
 from tiered.device.interrupt import uninterrupted
 from tiered.errors import StorageError, UsageError
 from tiered.optim import pipeline
+from tiered.optim.slots import Chunk, Slots, Work
 from tiered.store.block import Block
 from tiered.store.tier import Tier
 from tiered.zero.group import ParamGroup
 from tiered.zero.model import ShardedModel
-
-Work = tuple[ParamGroup, Sequence[pipeline.Array]]
 
 
 def waits(group: ParamGroup) -> bool:
@@ -45,9 +44,17 @@ class LazyUpdate:
     """See the file's contract; `ParamGroup.lazy` and `ShardedModel.lazy` while it lasts."""
 
     def __init__(
-        self, model: ShardedModel, work: Sequence[Work], update: pipeline.Update, updated: pipeline.Updated
+        self,
+        model: ShardedModel,
+        work: Sequence[Work],
+        update: pipeline.Update,
+        updated: pipeline.Updated,
+        *,
+        kept: Sequence[ParamGroup] = (),
+        slots: Slots | None = None,
     ) -> None:
-        """Raises BudgetError where staging has no room; nothing has changed then."""
+        """kept: groups that are computed already, and may be on their way back in `slots`.
+        Raises BudgetError where staging has no room; nothing has changed then."""
         self._model = model
         self._update = update
         self._waiting: dict[int, ParamGroup] = {}  # by index: not computed yet
@@ -58,10 +65,11 @@ class LazyUpdate:
         self._over: Callable[[], object] = bool
         self._told = updated
         runtime = model.runtime
-        self._run = pipeline.Run(runtime.store, runtime.meter, work, self._change, self._updated)
+        self._run = pipeline.Run(runtime.store, runtime.meter, work, self._change, self._updated, slots=slots)
         for group, _ in work:
             if group.spec.shard_numel:
                 self._waiting[group.index] = self._settling[group.index] = group
+        self._kept = list(kept)
 
     def begin(self, over: Callable[[], object]) -> None:
         """From now on it happens when it is needed; `over`: called once when all is written."""
@@ -71,6 +79,10 @@ class LazyUpdate:
             group.lazy = self
             for block in group.blocks.values():
                 block.update = functools.partial(self.settle, group, block)
+        for group in self._kept:  # whose gradients nobody needs any more
+            self._settling[group.index] = group
+            for kind, block in group.blocks.items():
+                block.update = functools.partial(self.settle, group, block) if kind != "grad" else None
         self._go(self._run.read_ahead)
 
     def compute(self, group: ParamGroup, into: Buffer | None = None) -> None:
@@ -107,6 +119,11 @@ class LazyUpdate:
             self._go(self._run.finish)
             self._end()
             self._over()
+
+    @property
+    def computed(self) -> bool:
+        """All of it is; it may be on its way back."""
+        return not self._waiting
 
     def relieve(self) -> bool:
         """Finish, so that staging comes back; False while a chunk is computed."""
@@ -146,7 +163,7 @@ class LazyUpdate:
             finally:
                 self._inside = False
 
-    def _change(self, chunk: pipeline.Chunk, tensors: dict[str, torch.Tensor]) -> None:
+    def _change(self, chunk: Chunk, tensors: dict[str, torch.Tensor]) -> None:
         self._update(chunk, tensors)
         if self._into is not None and self._into[0] == chunk.group.index:
             size = chunk.group.dtype.itemsize

@@ -6,11 +6,14 @@ Invariants: 1. Only parameters that have a gradient are in it. 2. The segments o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tiered.optim.kernels import Segment
 from tiered.zero.home import ParamHome
+
+Member = tuple[Mapping[str, Any], ParamHome]
+"""A parameter, and the settings it has."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,6 +41,25 @@ def plan_step(
     for segments in plan.segments.values():
         segments.sort(key=lambda s: s.start)
     return plan
+
+
+def by_group(param_groups: Iterable[Mapping[str, Any]], homes: Mapping[int, ParamHome]) -> dict[int, list[Member]]:
+    """By index of the group: its parameters, each with the settings it has."""
+    found: dict[int, list[Member]] = {}
+    for options in param_groups:
+        for param in options["params"]:
+            home = homes[id(param)]
+            found.setdefault(home.group.index, []).append((options, home))
+    return found
+
+
+def plan_group(members: Iterable[Member], updates_of: Callable[[ParamHome], int]) -> list[Segment]:
+    """What `plan_step` would have for one group now. updates_of: updates taken of a parameter so far."""
+    segments: list[Segment] = []
+    for options, home in members:
+        if home.grads.present[home.position]:
+            segments.extend(_segment(home, options, updates_of(home) + 1))
+    return sorted(segments, key=lambda s: s.start)
 
 
 def within(segments: Sequence[Segment], start: int, stop: int) -> list[Segment]:

@@ -6,20 +6,21 @@ from collections.abc import Sequence
 
 import torch
 
-from tiered.optim import kernels, pipeline, resident
+from tiered.optim import kernels, resident
 from tiered.optim.kernels import Segment
+from tiered.optim.slots import Array
 from tiered.zero.group import ParamGroup
 from tiered.zero.home import ParamHome
 from tiered.zero.model import STATE_KINDS
 
 
-def arrays(group: ParamGroup, grad_dtype: torch.dtype) -> list[pipeline.Array]:
+def arrays(group: ParamGroup, grad_dtype: torch.dtype) -> list[Array]:
     """What of a group passes through host memory to be updated."""
-    arrays = [pipeline.Array("param", group.dtype, write=True, base=group.base("param"))]
+    arrays = [Array("param", group.dtype, write=True, base=group.base("param"))]
     if not group.states_apart:
         states = ("master", *STATE_KINDS) if "master" in group.blocks else STATE_KINDS
-        arrays += [pipeline.Array(kind, torch.float32, write=True) for kind in states]
-    return [*arrays, pipeline.Array("grad", grad_dtype, write=False, base=group.base("grad"))]
+        arrays += [Array(kind, torch.float32, write=True) for kind in states]
+    return [*arrays, Array("grad", grad_dtype, write=False, base=group.base("grad"))]
 
 
 def flat_state(group: ParamGroup, grad_dtype: torch.dtype) -> resident.State:

@@ -70,8 +70,9 @@ class Room(Protocol):
 class Executor:
     """Runs the plan for one model's pages."""
 
-    def __init__(self, pages: Sequence[Page], room: Room, meter: Meter, *, stale: bool) -> None:
-        """`stale`: a step changes what pages are copies of."""
+    def __init__(self, pages: Sequence[Page], room: Room, meter: Meter, *, stale: bool, ahead: bool = True) -> None:
+        """`stale`: a step changes what pages are copies of. `ahead`: fetch ahead of use."""
+        self._ahead = ahead
         self._pages = {page.index: page for page in pages if page.nbytes}
         self._sizes = {index: page.nbytes for index, page in self._pages.items()}
         self._room = room
@@ -152,6 +153,10 @@ class Executor:
         self._coming.discard(page.index)
         self._trace = Trace()  # what it knows names the page
 
+    def evict(self, page: Page) -> None:
+        """Let `page` go if it may."""
+        self._evict([page.index])
+
     def clear(self) -> None:
         """Evict every page that may go."""
         self._evict(list(self._recent))
@@ -192,6 +197,8 @@ class Executor:
             self._run(plan.room(page.nbytes, self._upcoming(), self._sizes, self._evictable(), free))
 
     def _fetch_ahead(self, page: Page | None = None) -> None:
+        if not self._ahead:
+            return
         upcoming = self._upcoming()
         present = {i for i in upcoming if self._pages[i].present}
         free = self._room.free()

@@ -7,6 +7,7 @@
     staging / unstage    host memory for bytes on their way, charged like everything else; `retire` when a copy is over
     flush                the drive that is a block's home gets what it lacks
     discard              the contents are no longer wanted: no byte of them is moved again
+    write_beside / take  a candidate for a byte range, on the drive beside it; it becomes the contents, or is forgotten
     commit / revert      what blocks on drives hold, gradients aside, becomes the generation that survives the process;
                          the last such generation is what they hold again
 
@@ -41,12 +42,12 @@ from tiered.errors import StorageError, UsageError
 from tiered.io.generations import Generations
 from tiered.io.swapfile import SwapSpace
 from tiered.stats import Meter
+from tiered.store import window
 from tiered.store.arena import Arena
 from tiered.store.block import Block, BlockKey, BlockState
 from tiered.store.policy import Candidate, victims
 from tiered.store.tier import Budget, Tier
 from tiered.store.watched import Transfer, watched
-from tiered.store.window import WINDOW_BYTES, windows
 
 
 class TieredStore:
@@ -232,11 +233,7 @@ class TieredStore:
         if (buffer := self._filled(block)) is not None:
             buffer.read(out, offset)
             return
-        with self._window(block) as memory:
-            for start, stop in windows(block, offset, out.numel()):
-                self.read(block, memory, offset=start, nbytes=stop - start).wait()
-                low, high = max(start, offset), min(stop, offset + out.numel())
-                out[low - offset : high - offset].copy_(memory.bytes[low - start : high - start])
+        window.load(self, block, out, offset)
 
     def patch(self, block: Block, data: torch.Tensor, offset: int) -> None:
         """Replace the block's bytes from `offset` on by `data` (1-D uint8, any size), through bounded staging."""
@@ -247,22 +244,25 @@ class TieredStore:
             buffer.write(data, offset)
             block.dirty |= block.extent is not None
             return
-        with self._window(block) as memory:
-            for start, stop in windows(block, offset, data.numel()):
-                low, high = max(start, offset), min(stop, offset + data.numel())
-                if (low, high) != (start, stop):
-                    self.read(block, memory, offset=start, nbytes=stop - start).wait()
-                memory.bytes[low - start : high - start].copy_(data[low - offset : high - offset])
-                self.write(block, memory, offset=start, nbytes=stop - start).wait()
+        window.patch(self, block, data, offset)
 
-    @contextlib.contextmanager
-    def _window(self, block: Block) -> Iterator[Memory]:
-        """Staging for one window on the block."""
-        memory = self.staging(min(WINDOW_BYTES, block.nbytes), f"a window on {block.key}")
-        try:
-            yield memory
-        finally:
-            self.unstage(memory)
+    # --- candidates ---
+
+    def settled(self, block: Block) -> bool:
+        """A candidate may be written beside the block: it is on a drive, and what it holds is committed."""
+        return block.update is None and block.state is BlockState.NVME and block.place.settled
+
+    def write_beside(self, block: Block, memory: Memory, *, at: int, offset: int, nbytes: int) -> Ticket:
+        """As `write`, of a `settled` block, which holds what it held until `take`: a candidate for its contents."""
+        nbytes = self._span(block, memory, at, offset, nbytes)
+        with uninterrupted():
+            ticket = self._drives().write_beside(block.place, memory.address + at, nbytes, offset)
+            return self._watched(block, memory, ticket, written=nbytes)
+
+    def take(self, block: Block, offset: int, nbytes: int) -> None:
+        """The candidate beside a range, which may be on its way still, is its contents. The block is still `settled`,
+        but for what was taken before of it."""
+        self._drives().take(block.place, nbytes, offset)
 
     # --- staging ---
 

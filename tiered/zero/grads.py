@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -26,6 +26,16 @@ from tiered.zero.group import ParamGroup
 
 if TYPE_CHECKING:
     from tiered.zero.departures import Departures
+
+
+class Follower(Protocol):
+    """Who computes from gradients before their step."""
+
+    def touched(self, group: ParamGroup) -> None:
+        """The group's gradients change, or may: somebody has a view."""
+
+    def arrived(self, group: ParamGroup) -> None:
+        """One more of the group's gradients is complete."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,6 +59,7 @@ class GroupGrads:
         self.dtype = dtype
         self.present = [False] * len(group.params)
         self.sums: list[float | None] = [None] * len(group.params)
+        self.follower: Follower | None = None
         self._kernels = kernels
         self._departures = departures
 
@@ -91,6 +102,7 @@ class GroupGrads:
     def begin(self, position: int) -> tuple[torch.Tensor, bool]:
         """What a gradient of one parameter goes to (1-D, host memory, pinned until `end`), and whether it is added to
         what is there or replaces it. From now on the parameter has a gradient."""
+        self._touch()
         slot, store = self.group.spec.slots[position], self.group.runtime.store
         memory = store.acquire(self.block, fresh=not any(self.present))
         add, self.present[position] = self.present[position], True
@@ -105,6 +117,8 @@ class GroupGrads:
         """The gradient begun is in place; `total` is the sum of squares of what is there now."""
         self.group.runtime.store.release(self.block, dirty=True)
         self.sums[position] = total
+        if self.follower is not None:
+            self.follower.arrived(self.group)
 
     def undo(self, position: int, had: bool) -> None:
         """The gradient begun does not come; `had`: there was one before."""
@@ -125,6 +139,7 @@ class GroupGrads:
         """The accumulated gradient of one parameter, as a view of the truth, or None."""
         if not self.present[position]:
             return None
+        self._touch()
         slot = self.group.spec.slots[position]
         with self.group.runtime.store.pinned(self.block, dirty=True) as memory:
             self.sums[position] = None
@@ -133,6 +148,7 @@ class GroupGrads:
     def replace(self, position: int, grad: torch.Tensor | None) -> None:
         """Set one parameter's gradient, or drop it."""
         self.drain()
+        self._touch()
         self.present[position] = False
         self.sums[position] = None
         if grad is not None:
@@ -144,6 +160,7 @@ class GroupGrads:
     def zero(self, position: int) -> None:
         """Set one parameter's gradient to zero, if it has one."""
         self.drain()
+        self._touch()
         if self.present[position]:
             with self.group.runtime.store.pinned(self.block, dirty=True) as memory:
                 memory.view(self.dtype, *self._held(position)).zero_()
@@ -158,6 +175,10 @@ class GroupGrads:
                 known = self._kernels.sum_of_squares(memory.view(self.dtype, *self._held(position)))
             self.sums[position] = None if viewed else known
         return known
+
+    def _touch(self) -> None:
+        if self.follower is not None:
+            self.follower.touched(self.group)
 
     def _held(self, position: int) -> tuple[int, int]:
         """Elements of the block that are one parameter's gradient, of this rank's shard."""

@@ -28,7 +28,7 @@ from tiered.schedule.trace import Phase
 from tiered.store.block import Block, BlockKey
 from tiered.store.tier import Tier
 from tiered.store.window import WINDOW_BYTES
-from tiered.zero import buffers, closing, groupstate, residence, statedict, truth
+from tiered.zero import buffers, closing, residence, statedict, truth
 from tiered.zero.about import about_blocks
 from tiered.zero.agreement import Call
 from tiered.zero.departures import Departures
@@ -40,7 +40,7 @@ from tiered.zero.reducer import Reducer
 from tiered.zero.resident import ResidentGrads
 from tiered.zero.room import DeviceRoom
 from tiered.zero.runtime import Runtime
-from tiered.zero.step import SharedStep, Step
+from tiered.zero.step import EarlyUpdate, LazyUpdate, SharedStep, Step
 from tiered.zero.unit import Unit
 
 MODEL_ATTRIBUTE = "_tiered_model"  # on the root module: its ShardedModel
@@ -62,19 +62,6 @@ class Saving(Protocol):
 
     def hold(self) -> None:
         """Return once states may change."""
-
-
-class LazyUpdate(groupstate.LazyUpdate, Protocol):
-    """The update of a step, while it is not over."""
-
-    def finish(self) -> None:
-        """It is over on return."""
-
-    def abandon(self) -> None:
-        """Nobody wants what it would give."""
-
-    def relieve(self) -> bool:
-        """Finish, so that memory comes back; False where it cannot now."""
 
 
 class ShardedModel:
@@ -105,6 +92,7 @@ class ShardedModel:
         self.ephemeral: str | None = "it is being built"  # why no step of a killed run can be gone on from
         self.saving: Saving | None = None  # in the background, or what has become of it
         self.lazy: LazyUpdate | None = None  # the update of the last step, while it is not over
+        self.early: EarlyUpdate | None = None
         self._class = type(module)
         self._promoted = False
         self.reducer: Reducer | None = None  # of several ranks
@@ -114,7 +102,8 @@ class ShardedModel:
             self.reducer = Reducer(
                 runtime.traffic.exchange, self.departures, module, runtime.stage, runtime.store, self.reserve
             )
-        self.executor = Executor(groups, self.room, runtime.meter, stale=not runtime.in_place)
+        ahead = config.overlap != "none"
+        self.executor = Executor(groups, self.room, runtime.meter, stale=not runtime.in_place, ahead=ahead)
         runtime.store.before_change = self._before_change
         runtime.store.on_pressure = self._settle_hints
         runtime.store.on_shortage = self._relieve
@@ -132,6 +121,8 @@ class ShardedModel:
         if traffic is not None and traffic.exchange.aboard:
             return False
         if self.lazy is not None and self.lazy.relieve():
+            return True
+        if self.early is not None and self.early.relieve():
             return True
         return self.departures.land_one() or (self.reducer is not None and self.reducer.relieve())
 
@@ -180,7 +171,7 @@ class ShardedModel:
         edited."""
         self.finish_update()
         self.departures.drain()
-        self.runtime.store.before_change()
+        self._hold_savers()
         if self.reducer is not None:
             self.reducer.before_step()
         for group in self.groups:
@@ -342,10 +333,18 @@ class ShardedModel:
                 self.finish_update()
         if self.lazy is not None:
             self.lazy.abandon()
+        if self.early is not None:
+            self.early.forget()
 
     def _before_change(self) -> None:
         """States change, gradients aside: the last step is whole, and who reads it is waited for."""
         self.finish_update()
+        if self.early is not None:
+            self.early.forget()
+        self._hold_savers()
+
+    def _hold_savers(self) -> None:
+        """Who reads states as they are is waited for."""
         if self.saving is not None:
             self.saving.hold()
 

@@ -15,15 +15,44 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from tiered.device.memory import Memory
 from tiered.device.ticket import Completion, Finished, Ticket
 from tiered.store.store import TieredStore
 from tiered.store.tier import Tier
+from tiered.zero import groupstate
 from tiered.zero.group import ParamGroup
 from tiered.zero.traffic import Traffic
 
 _WHOLE = ("param", "grad")  # kinds that some stage does not partition
+
+
+class LazyUpdate(groupstate.LazyUpdate, Protocol):
+    """The update of a step, while it is not over."""
+
+    @property
+    def computed(self) -> bool:
+        """All of it is; it may be on its way back."""
+
+    def finish(self) -> None:
+        """It is over on return."""
+
+    def abandon(self) -> None:
+        """Nobody wants what it would give."""
+
+    def relieve(self) -> bool:
+        """Finish, so that memory comes back; False where it cannot now."""
+
+
+class EarlyUpdate(Protocol):
+    """Candidates for the update of the step that comes."""
+
+    def forget(self) -> None:
+        """There are none any more, and nothing of them is on its way."""
+
+    def relieve(self) -> bool:
+        """Forget them for the memory they take; False where they take none."""
 
 
 class Step:
