@@ -143,7 +143,9 @@ def _build(
         free=int(device.free_bytes() * _DEVICE_SHARE) if kind == "cuda" else None,
     )
     space, ephemeral = _open_lasting(model, config, run, groups, placement, undo)
-    store = TieredStore(Budget(Tier.HOST, host_limit), space, meter, device=device)
+    budget, host = Budget(Tier.DEVICE, placement.device_limit), Budget(Tier.HOST, host_limit)
+    _watch(meter, groups, budget, host, space)
+    store = TieredStore(host, space, meter, device=device)
     traffic = None
     if ranks.size > 1:
         exchange = Exchange(ranks, meter, len(groups), config.rank_timeout_s)
@@ -153,7 +155,7 @@ def _build(
     runtime = Runtime(
         device=device,
         store=store,
-        budget=Budget(Tier.DEVICE, placement.device_limit),
+        budget=budget,
         meter=meter,
         ranks=ranks,
         stage=config.stage,
@@ -282,6 +284,13 @@ def _open_timeline(config: Config, ranks: Ranks) -> Timeline | None:
         raise ConfigError(
             f"trace='{path}' cannot be written: {reason}; give a file in a folder that is there"
         ) from error
+
+
+def _watch(meter: Meter, groups: list[GroupPlan], device: Budget, host: Budget, space: SwapSpace | None) -> None:
+    def occupancy() -> dict[str, int]:
+        return {"device": device.used, "host": host.used, "nvme": 0 if space is None else space.file_bytes}
+
+    meter.watch([group.name for group in groups], {"device": device.limit, "host": host.limit}, occupancy)
 
 
 def _host_limit(config: Config) -> int:

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tiered.timeline import Ending, Timeline
 
@@ -83,6 +83,17 @@ class Meter:
         self.collective_bytes: collections.Counter[str] = collections.Counter(dict.fromkeys(COLLECTIVES, 0))
         self.stalls: dict[str, float] = collections.defaultdict(float)
         self._lock = threading.Lock()
+        self._occupancy: Callable[[], Mapping[str, int]] | None = None
+
+    def watch(
+        self, groups: Sequence[str], budgets: Mapping[str, int], occupancy: Callable[[], Mapping[str, int]]
+    ) -> None:
+        """Tell the timeline, where there is one, what the groups are called, the bytes each tier may hold, and those it
+        does hold whenever the loop moves on. occupancy: cheap, as it is called that often."""
+        if self.timeline is not None:
+            self.timeline.about("groups", {"names": list(groups)})
+            self.timeline.about("budgets", budgets)
+            self._occupancy = occupancy
 
     def count(self, tier: str, *, read: int = 0, written: int = 0) -> None:
         """Add bytes moved from (`read`) or to (`written`) a tier."""
@@ -109,8 +120,11 @@ class Meter:
 
     def at(self, kind: str, what: str = "") -> None:
         """The user's loop is at `what` now, as a `kind` of use."""
-        if self.timeline is not None:
-            self.timeline.at(f"{kind} {what}".strip(), kind)
+        if self.timeline is None:
+            return
+        moved = self.timeline.at(f"{kind} {what}".strip(), kind)
+        if moved and self._occupancy is not None:
+            self.timeline.occupied(self._occupancy())
 
     def close(self) -> None:
         """The account is closed; it can still be read."""

@@ -3,10 +3,12 @@
     at(what)      the user's loop is there now: one row, each part ends where the next begins
     span(what)    inside of it, on the thread that is there: an update, a commit, a wait and its cause
     flight(what)  what goes on beside: a read, a write, a fetch; in the first free row of its kind
+    occupied(...) bytes charged to each tier from now on: a counter, written where it changed
+    about(...)    what the rest is of: a row without events
 
 One JSON object a line, in an array that is not closed before the end, which those viewers take: what a run that is
-killed has written, up to its last step, opens. (Trace Event Format, Google, 2016: complete events "X", names of rows
-"M"; microseconds.)
+killed has written, up to its last step, opens. (Trace Event Format, Google, 2016: complete events "X", counters "C",
+names of rows "M"; microseconds.) `tiered report` makes a page of it.
 
 Invariants:
 1. Thread-safe. What cannot be written is said once, and then nothing more is: a timeline fails no run.
@@ -21,7 +23,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -52,6 +54,7 @@ class Timeline:
         self._out: IO[str] | None = path.open("w", encoding="utf-8")
         self._out.write("[\n")
         self._here: tuple[str, str, float] | None = None  # what the loop does, its kind, since when
+        self._occupied: dict[str, int] = {}  # as it was written last
         self._threads: dict[int, int] = {}  # row of each
         self._kinds: dict[str, int] = {}  # first row of each
         self._lanes: dict[str, list[bool]] = {}  # which are taken
@@ -59,16 +62,30 @@ class Timeline:
             self._name("process_name", 0, f"rank {rank}")
             self._name("thread_name", _LOOP, "loop")
 
-    def at(self, what: str, kind: str) -> None:
-        """The user's loop is at `what` now."""
+    def about(self, name: str, args: Mapping[str, object]) -> None:
+        """Something that holds for the whole run, as `args`."""
+        with self._lock:
+            self._put({"name": name, "ph": "M", "pid": self._pid, "tid": _LOOP, "args": dict(args)})
+
+    def at(self, what: str, kind: str) -> bool:
+        """The user's loop is at `what` now; False where it has been already."""
         with self._lock:
             now = time.perf_counter()
             if self._here is not None and self._here[:2] == (what, kind):
-                return
+                return False
             self._end_here(now)
             self._here = (what, kind, now)
             if kind == "step":
                 self._put(None)
+            return True
+
+    def occupied(self, nbytes: Mapping[str, int]) -> None:
+        """So many bytes are charged to each tier now."""
+        with self._lock:
+            if nbytes != self._occupied:
+                self._occupied = dict(nbytes)
+                times = {"ts": self._us(), "args": self._occupied}
+                self._put({"name": "occupancy", "ph": "C", "pid": self._pid, "tid": _LOOP, **times})
 
     @contextlib.contextmanager
     def span(self, what: str, kind: str) -> Iterator[None]:

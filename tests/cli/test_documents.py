@@ -36,7 +36,7 @@ def test_the_tree_of_the_readme_names_every_file_and_no_other() -> None:
             inside = line.startswith("  ")
             folder = folder if inside else name if name.endswith("/") else ""
             told.add(folder + name if inside else name)
-    kinds = {"csrc": "*.[ch]*", "tiered": "*.py", "tools": "*", "docs": "*.md"}
+    kinds = {"csrc": "*.[ch]*", "tiered": "*.[pjch][yst]*", "tools": "*", "docs": "*.md"}
     there = {path.relative_to(ROOT).as_posix() for top, kind in kinds.items() for path in (ROOT / top).rglob(kind)}
     there = {name for name in there if (ROOT / name).is_file() and "__pycache__" not in name}
     listed = {name for name in told if name.split("/")[0] in kinds and not name.endswith("/")}

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 import tiered
 from tiered.cli import inspect as command
 from tiered.cli import main as run
-from tiered.cli.options import Inspecting, parse
+from tiered.cli.looking import Inspecting
+from tiered.cli.options import parse
 
 SECONDS = 240
 

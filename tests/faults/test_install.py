@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+PARTS_OF_THE_PAGE = ("page.html", "page.css", "page.js", "chart.js", "units.js")
 PROGRAM = """
 import logging, sys
 import torch, tiered
@@ -47,6 +48,7 @@ def test_without_a_compiler_the_package_installs_and_trains_without_the_extensio
     (wheel,) = wheels.glob("tiered-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         assert not [name for name in archive.namelist() if "_native" in name]
+        assert {f"tiered/cli/{name}" for name in PARTS_OF_THE_PAGE} <= set(archive.namelist())
         archive.extractall(site)
     # the unpacked wheel goes first on the path, and the finder of an editable install out of the way
     hide = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'Redirecting' not in type(f).__name__]"

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 import tiered
-from tiered.cli.options import Inspecting
+from tiered.cli.looking import Inspecting
 from tiered.cli.progress import BytesDisplay
 from tiered.cli.ranks import Place
 from tiered.cli.signals import StopSignal

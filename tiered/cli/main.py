@@ -18,10 +18,12 @@ import tiered
 from tiered.cli.convert import convert
 from tiered.cli.corpus import Corpus
 from tiered.cli.inspect import inspect
-from tiered.cli.options import Conversion, Inspecting, Order, parse
+from tiered.cli.looking import Inspecting, Reporting
+from tiered.cli.options import Conversion, Order, parse
 from tiered.cli.plain import train_plain
 from tiered.cli.progress import StepDisplay
 from tiered.cli.ranks import Place
+from tiered.cli.report import report
 from tiered.cli.signals import StopSignal
 from tiered.cli.summary import Summary, check_target, show, summarize, write_json
 from tiered.cli.train import Batches, Observer, Outcome, train_tiered
@@ -45,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return convert(prepared, place, stop)
             if isinstance(prepared, Inspecting):
                 return inspect(prepared, place, stop)
+            if isinstance(prepared, Reporting):
+                return report(prepared, place, stop)
             return BAD_INPUT if prepared is None else _run(*prepared, stop)
         except KeyboardInterrupt:
             sys.stderr.write(place.complaint("stopped at once by a second SIGINT"))
@@ -53,13 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _prepare(
     arguments: Sequence[str] | None, place: Place, stop: StopSignal
-) -> tuple[Order, Batches] | Conversion | Inspecting | None:
-    """What to train on what, or what to convert or inspect; None where the input is bad and has been reported."""
+) -> tuple[Order, Batches] | Conversion | Inspecting | Reporting | None:
+    """What to train on what, or to convert, inspect or report; None where the input is bad and has been reported."""
     speaks = place.first
     try:
         with place.spoken():
             order = parse(arguments)
-        if isinstance(order, (Conversion, Inspecting)):
+        if isinstance(order, (Conversion, Inspecting, Reporting)):
             return order
         place.check_batch(order.recipe.batch)
         if order.json is not None and place.node == 0:

@@ -1,4 +1,5 @@
-"""The command line, parsed and checked once into an `Order`, `Conversion` or `Inspecting`; nothing later parses text.
+"""The command line, parsed and checked once into an `Order`, `Conversion`, `Inspecting` or `Reporting`; nothing
+later parses text.
 
 Owns the options, their help and their limits. Bad input is one line on stderr and exit code 2: an argument's name, what
 was got, what was expected. Memory sizes and tiers are checked by `tiered.Config`, which names the same words.
@@ -15,7 +16,9 @@ from typing import Any, Literal, NoReturn
 import torch
 
 import tiered
+from tiered.cli import looking
 from tiered.cli.gpt import GPTShape
+from tiered.cli.looking import Inspecting, Reporting
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BYTES = 256
@@ -83,15 +86,6 @@ class Conversion:
     """Where the result goes: a path, "-" for stdout, or None."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inspecting:
-    """One run of `tiered inspect`."""
-
-    paths: tuple[Path, ...]
-    verify: bool
-    json: bool
-
-
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line."""
 
@@ -100,7 +94,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
-def parse(arguments: Sequence[str] | None) -> Order | Conversion | Inspecting:
+def parse(arguments: Sequence[str] | None) -> Order | Conversion | Inspecting | Reporting:
     """The order that the command line gives; exits with 0 after --help and --version and with 2 after bad input.
 
     Raises tiered.ConfigError for values that are impossible together.
@@ -138,19 +132,10 @@ def parse(arguments: Sequence[str] | None) -> Order | Conversion | Inspecting:
             allow_abbrev=False,
         )
     )
-    _add_inspect(
-        commands.add_parser(
-            "inspect",
-            help="say what a checkpoint or a swap directory holds, and whether it is sound",
-            description="Say what a checkpoint's folder or a swap directory holds, who owns it, whether a run can go "
-            "on from it, and what of it is missing or wrong. It only reads: a live run is not disturbed.",
-            epilog="Exit codes: 0 nothing is wrong, 1 something is, 2 there is nothing to inspect.",
-            allow_abbrev=False,
-        )
-    )
+    looking.add(commands)
     given = parser.parse_args(arguments)
-    if given.command == "inspect":
-        return Inspecting(paths=tuple(given.paths), verify=given.verify, json=given.json)
+    if given.command in looking.COMMANDS:
+        return looking.order(given)
     return _order(given) if given.command == "train" else _conversion(given)
 
 
@@ -252,18 +237,6 @@ def _add_import(command: argparse.ArgumentParser) -> None:
         "--optimizer", type=Path, metavar="FILE", help="AdamW's state by parameter name, a file of torch.save"
     )
     _add_conversion(command)
-
-
-def _add_inspect(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "paths",
-        nargs="+",
-        type=Path,
-        metavar="PATH",
-        help="a checkpoint's folder, or a swap directory; several for a run over several drives",
-    )
-    command.add_argument("--verify", action="store_true", help="read every byte of it, and check each hash or checksum")
-    command.add_argument("--json", action="store_true", help="write one JSON object to stdout instead of the tables")
 
 
 def _add_conversion(command: argparse.ArgumentParser) -> None:

@@ -359,6 +359,11 @@ class SwapSpace:
 
     # --- the whole ----------------------------------------------------------------------------------------------------
 
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the swap files."""
+        return sum(drive.nbytes for drive in self._resources.drives)
+
     def stats(self) -> SwapStats:
         """What was moved so far, and what drives needed another try for; also after `close`."""
         resources = self._resources
