@@ -21,7 +21,7 @@ from tiered.estimate import Estimate, estimate
 from tiered.inspection.inspect import inspect
 from tiered.inspection.report import Inspection
 from tiered.optim.adamw import AdamW
-from tiered.stats import Stats
+from tiered.stats import DriveUse, Stats, StepLimit
 
 __all__ = [
     "AdamW",
@@ -29,12 +29,14 @@ __all__ = [
     "Config",
     "ConfigError",
     "CorruptDataError",
+    "DriveUse",
     "Emulation",
     "Estimate",
     "Inspection",
     "MixedPrecision",
     "RankError",
     "Stats",
+    "StepLimit",
     "StorageError",
     "SwapDirectoryError",
     "SwapFullError",

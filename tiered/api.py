@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from tiered.config import Config, format_size
+from tiered.config import Config, Emulation, format_size
 from tiered.device import cuda
 from tiered.device.base import Device
 from tiered.device.cpu import CpuDevice
@@ -27,6 +27,7 @@ from tiered.io.commit import Identity
 from tiered.io.generations import Durability
 from tiered.io.swapfile import SwapSpace
 from tiered.optim import kernels
+from tiered.schedule.limit import DriveCount, Recorder
 from tiered.stats import Meter, Stats
 from tiered.store.store import TieredStore
 from tiered.store.tier import Budget, Tier
@@ -167,7 +168,9 @@ def _build(
         run.agree()
         ranks.connect()
 
-    build(model, config, runtime, plans, placement, arithmetic, ready).ephemeral = ephemeral
+    sharded = build(model, config, runtime, plans, placement, arithmetic, ready)
+    sharded.ephemeral = ephemeral
+    sharded.recorder = _recorder(config, runtime, space)
 
 
 def close(model: nn.Module, *, keep_weights: bool = True) -> None:
@@ -232,6 +235,7 @@ def stats(model: nn.Module) -> Stats:
     runtime, meter = sharded.runtime, sharded.runtime.meter
     allocated, most = runtime.device.allocated() or (0, 0)
     drives = runtime.store.space.stats() if runtime.store.space is not None else None
+    recorder, numel = sharded.recorder, sum(group.spec.numel for group in sharded.groups)
     nvme = sum(drive.file_bytes for drive in drives.drives) if drives else 0
     placement: dict[str, dict[str, int]] = {}
     for block in runtime.store.blocks():
@@ -259,6 +263,10 @@ def stats(model: nn.Module) -> Stats:
         collective_bytes=dict(meter.collective_bytes),
         drive_retries=drives.retries if drives else 0,
         drive_stalls=drives.stalls if drives else 0,
+        last_step=None if recorder is None else recorder.last,
+        mean_step=None if recorder is None else recorder.mean(),
+        bytes_per_parameter={} if recorder is None else {k: n / max(numel, 1) for k, n in recorder.moved().items()},
+        drives=() if recorder is None else recorder.drives(),
     )
 
 
@@ -291,6 +299,18 @@ def _watch(meter: Meter, groups: list[GroupPlan], device: Budget, host: Budget, 
         return {"device": device.used, "host": host.used, "nvme": 0 if space is None else space.file_bytes}
 
     meter.watch([group.name for group in groups], {"device": device.limit, "host": host.limit}, occupancy)
+
+
+def _recorder(config: Config, runtime: Runtime, space: SwapSpace | None) -> Recorder:
+    def drives() -> list[DriveCount]:
+        counted = () if space is None else space.stats().drives
+        return [DriveCount(d.path, d.bytes_read, d.bytes_written, d.busy_seconds) for d in counted]
+
+    emulated = config.emulation if config.device == "emulated" else Emulation()
+    speeds = {"to the device": emulated.h2d_bytes_per_s, "from the device": emulated.d2h_bytes_per_s}
+    links = {name: speed for name, speed in speeds.items() if speed is not None}
+    in_place = runtime.device.in_place
+    return Recorder(runtime.meter, drives, in_place=in_place, links=links, endurance=config.endurance)
 
 
 def _host_limit(config: Config) -> int:

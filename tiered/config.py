@@ -116,6 +116,8 @@ class Config:
     io_threads: threads per drive.
     drive_timeout_s: seconds a drive may take over one transfer of 1 MiB or less. After them it is reported by name, and
         a read is made once more; after as many again it is an error. None: no limit.
+    drive_endurance: bytes that a drive may be written in its life, as its maker rates it ("600TB"); one for all, or one
+        for each directory. `tiered.stats` then says how many days that lasts. None: not known.
     durability: what of a run that is killed is on the drives, where all its states live there: each step ("process":
         whatever ends the process, or the system), each step and that through a loss of power ("power": one flush of
         the drives more a step), or nothing, in half the space ("none").
@@ -143,6 +145,7 @@ class Config:
     groups: tuple[type[torch.nn.Module], ...] | None = None
     io_threads: int = 8
     drive_timeout_s: float | None = 30.0
+    drive_endurance: int | str | Iterable[int | str] | None = None
     durability: Literal["process", "power", "none"] = "process"
     overlap: Literal["auto", "none", "prefetch", "forward", "backward"] = "auto"
     trace: str | os.PathLike[str] | None = None
@@ -169,6 +172,7 @@ class Config:
             if not isinstance(self.drive_timeout_s, (int, float)) or not 0 < self.drive_timeout_s < float("inf"):
                 raise ConfigError(f"drive_timeout_s={self.drive_timeout_s!r}: use a number of seconds above 0, or None")
             object.__setattr__(self, "drive_timeout_s", float(self.drive_timeout_s))
+        object.__setattr__(self, "drive_endurance", _endurance(self.drive_endurance, len(self.directories)))
         if self.durability not in ("process", "power", "none"):
             raise ConfigError(f"durability={self.durability!r}: use 'process', 'power' or 'none'")
         if self.overlap not in ("auto", "none", "prefetch", "forward", "backward"):
@@ -201,9 +205,27 @@ class Config:
             raise ConfigError(f"initial_values={self.initial_values!r}: use 'rank0' or 'equal'")
 
     @property
+    def endurance(self) -> tuple[int, ...]:
+        """Rated bytes of each directory's drive; empty where they are not known."""
+        return self.drive_endurance  # type: ignore[return-value]
+
+    @property
     def directories(self) -> tuple[Path, ...]:
         """Swap directories as absolute paths; empty where nothing goes to a drive."""
         return self.nvme  # type: ignore[return-value]
+
+
+def _endurance(given: int | str | Iterable[int | str] | None, drives: int) -> tuple[int, ...]:
+    if given is None:
+        return ()
+    several = not isinstance(given, (int, str))
+    each: Iterable[int | str] = (given,) if isinstance(given, (int, str)) else given
+    rated = tuple(parse_size(one, "drive_endurance") for one in each)
+    if rated and several and len(rated) != drives:
+        raise ConfigError(f"drive_endurance={given!r}: got {len(rated)} ratings for {drives} directories in nvme")
+    if not all(rated):
+        raise ConfigError(f"drive_endurance={given!r}: a drive's rating is more than 0 bytes, such as '600TB'")
+    return rated if several else rated * drives
 
 
 def _directories(

@@ -19,6 +19,42 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "broadcast")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class StepLimit:
+    """What a step took beside what it could not have been faster than; see `schedule.limit` for the formula.
+
+    seconds: from one optimizer.step() to the next. bound_s: the largest of `terms`, the seconds that each resource
+        needs by itself. binding: whose it is. stall_seconds: seconds that the training loop waited, by cause.
+    """
+
+    seconds: float
+    bound_s: float
+    binding: str
+    terms: Mapping[str, float]
+    stall_seconds: Mapping[str, float]
+
+    @property
+    def share(self) -> float:
+        """Of the bound in what the step took: 1.0 is as fast as this machine can."""
+        return self.bound_s / self.seconds if self.seconds else 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DriveUse:
+    """What one drive does in a step, on average.
+
+    path: of the swap file. read_bytes, written_bytes: of a step. bytes_per_s: the most that it has moved in a second,
+        both ways together; None where it has moved too little to say. endurance_days: how long its rated endurance
+        (`Config.drive_endurance`) lasts at this rate of writing, day and night; None where that is not given.
+    """
+
+    path: str
+    read_bytes: float
+    written_bytes: float
+    bytes_per_s: float | None
+    endurance_days: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Stats:
     """A snapshot of a sharded model's counters, since it was sharded.
 
@@ -41,6 +77,10 @@ class Stats:
     collective_elements, collective_bytes: by "all_gather", "reduce_scatter" and "broadcast", elements and bytes of the
         whole (padded) tensors that this rank took part in moving, as the ZeRO papers count; of N ranks each sends and
         receives (N - 1) / N of them.
+    last_step, mean_step: what the last step took, and steps on average (but the first), beside their bound; None before
+        the second optimizer step.
+    bytes_per_parameter: by "TIER read" and "TIER written", bytes of a step for each parameter of the model, on average.
+    drives: what each drive does in a step, and how long it lasts at that.
     drive_retries, drive_stalls: reads from drives that were made once more, as they failed, came with other bytes than
         were written, or were late; transfers that were late (`Config.drive_timeout_s`). Both 0 on healthy drives.
     """
@@ -66,6 +106,10 @@ class Stats:
     collective_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     drive_retries: int = 0
     drive_stalls: int = 0
+    last_step: StepLimit | None = None
+    mean_step: StepLimit | None = None
+    bytes_per_parameter: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    drives: tuple[DriveUse, ...] = ()
 
 
 class Meter:
@@ -82,6 +126,7 @@ class Meter:
         self.collective_elements: collections.Counter[str] = collections.Counter(dict.fromkeys(COLLECTIVES, 0))
         self.collective_bytes: collections.Counter[str] = collections.Counter(dict.fromkeys(COLLECTIVES, 0))
         self.stalls: dict[str, float] = collections.defaultdict(float)
+        self.spent: dict[str, float] = collections.defaultdict(float)  # seconds inside spans, by kind
         self._lock = threading.Lock()
         self._occupancy: Callable[[], Mapping[str, int]] | None = None
 
@@ -131,9 +176,16 @@ class Meter:
         if self.timeline is not None:
             self.timeline.close()
 
-    def span(self, what: str, kind: str) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def span(self, what: str, kind: str) -> Iterator[None]:
         """`what` goes on inside."""
-        return contextlib.nullcontext() if self.timeline is None else self.timeline.span(what, kind)
+        start = time.perf_counter()
+        try:
+            with contextlib.nullcontext() if self.timeline is None else self.timeline.span(what, kind):
+                yield
+        finally:
+            with self._lock:
+                self.spent[kind] += time.perf_counter() - start
 
     def flight(self, what: str, kind: str, ticket: Ending) -> None:
         """`what` goes on beside, until `ticket` is done."""

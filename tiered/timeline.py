@@ -4,6 +4,7 @@
     span(what)    inside of it, on the thread that is there: an update, a commit, a wait and its cause
     flight(what)  what goes on beside: a read, a write, a fetch; in the first free row of its kind
     occupied(...) bytes charged to each tier from now on: a counter, written where it changed
+    limit(...)    what a step took, and its bound, before the next one begins
     about(...)    what the rest is of: a row without events
 
 One JSON object a line, in an array that is not closed before the end, which those viewers take: what a run that is
@@ -78,6 +79,12 @@ class Timeline:
             if kind == "step":
                 self._put(None)
             return True
+
+    def limit(self, args: Mapping[str, object]) -> None:
+        """What the step that ends here took, and its bound."""
+        with self._lock:
+            times = {"s": "t", "ts": self._us(), "args": dict(args)}
+            self._put({"name": "limit", "cat": "limit", "ph": "i", "pid": self._pid, "tid": _LOOP, **times})
 
     def occupied(self, nbytes: Mapping[str, int]) -> None:
         """So many bytes are charged to each tier now."""

@@ -27,7 +27,8 @@ def test_every_option_reaches_its_field(tmp_path: Path) -> None:
         "--batch 6 --accumulate 7 --steps 8 --lr 0.25 --weight-decay 0 --max-grad-norm 0 --seed 9 --dtype bf16 "
         "--device emulated --device-budget 64MiB --host-budget 1GiB --param-tier nvme --optimizer-tier host "
         f"--nvme {tmp_path}/a --nvme {tmp_path}/b --no-deferred --json out.json --compare-plain "
-        "--stage 2 --budgets node --rank-timeout 7.5 --drive-timeout 2.5 --durability power --trace run.json"
+        "--stage 2 --budgets node --rank-timeout 7.5 --drive-timeout 2.5 --durability power --trace run.json "
+        "--overlap forward --drive-endurance 600TB --drive-endurance 1200TB"
     )
     order = parse(line.split())
     shape, recipe, config = order.shape, order.recipe, order.config
@@ -44,6 +45,7 @@ def test_every_option_reaches_its_field(tmp_path: Path) -> None:
     assert config.precision.param_dtype == torch.bfloat16
     assert (config.stage, config.budgets, config.rank_timeout_s) == (2, "node", 7.5)
     assert (config.drive_timeout_s, config.durability, config.trace) == (2.5, "power", Path("run.json").absolute())
+    assert (config.overlap, config.endurance) == ("forward", (600 * 10**12, 1200 * 10**12))
     assert not order.deferred
     assert order.compare_plain
     assert order.json == "out.json"

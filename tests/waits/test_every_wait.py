@@ -65,9 +65,9 @@ FAILS: dict[tuple[str, str, int], str] = {
     ("optim/outcome.py", "_free_left", 0): (
         f"{RESIDENT}::test_the_outcomes_memory_is_page_locked_until_its_last_copy_is_over"
     ),
-    ("optim/pipeline.py", "__exit__", 0): f"{ORDER}::test_a_step_that_fails_leaves_nothing_in_flight",
-    ("optim/pipeline.py", "_wait", 0): f"{ORDER}::test_a_step_waits_for_the_states_it_updates",
-    ("optim/pipeline.py", "_raise_finished", 0): f"{ORDER}::test_a_write_that_fails_early_fails_its_step",
+    ("optim/slots.py", "__exit__", 0): f"{ORDER}::test_a_step_that_fails_leaves_nothing_in_flight",
+    ("optim/slots.py", "_wait", 0): f"{ORDER}::test_a_step_waits_for_the_states_it_updates",
+    ("optim/slots.py", "_raise_finished", 0): f"{ORDER}::test_a_write_that_fails_early_fails_its_step",
     ("store/arena.py", "take", 0): (
         f"{ARENA}::test_memory_that_a_copy_still_uses_is_waited_for_before_it_serves_again_or_is_unlocked"
     ),
@@ -83,9 +83,9 @@ FAILS: dict[tuple[str, str, int], str] = {
     ),
     ("store/store.py", "discard", 0): f"{STORE}::test_memory_that_a_copy_still_reads_is_not_changed",
     ("store/store.py", "write", 0): f"{STORE}::test_memory_that_a_copy_still_reads_is_not_changed",
-    ("store/store.py", "load", 0): f"{STORE}::test_a_clean_block_is_evicted_without_a_write_and_a_dirty_one_with_one",
-    ("store/store.py", "patch", 0): f"{STORE}::test_any_byte_range_is_loaded_and_patched_exactly",
-    ("store/store.py", "patch", 1): f"{STORE}::test_a_clean_block_is_evicted_without_a_write_and_a_dirty_one_with_one",
+    ("store/window.py", "load", 0): f"{STORE}::test_a_clean_block_is_evicted_without_a_write_and_a_dirty_one_with_one",
+    ("store/window.py", "patch", 0): f"{STORE}::test_any_byte_range_is_loaded_and_patched_exactly",
+    ("store/window.py", "patch", 1): f"{STORE}::test_a_clean_block_is_evicted_without_a_write_and_a_dirty_one_with_one",
     ("store/store.py", "_settle", 0): f"{ORDER}::test_a_wait_for_a_block_is_counted_as_stalled",
     ("store/store.py", "_settle", 1): f"{STORE}::test_after_a_failed_fetch_every_call_raises_the_first_cause",
     ("store/snapshot.py", "_fill", 0): f"{SNAPSHOT}::test_any_range_reads_as_what_was_written[drive]",

@@ -296,9 +296,9 @@ def test_a_step_waits_for_what_is_fetched_ahead_of_what_it_writes(slow_drive: Ga
         order: list[str] = []
         begun = pipeline.Run
 
-        def noted(*given: Any) -> pipeline.Run:
+        def noted(*given: Any, **more: Any) -> pipeline.Run:
             order.append("open" if slow_drive.lets("drive") else "held")
-            return begun(*given)
+            return begun(*given, **more)
 
         with slow_drive.opening_soon(), mock.patch.object(pipeline, "Run", noted):
             opt.step()

@@ -179,6 +179,17 @@ def _add_placement(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--durability", choices=("process", "power", "none"), help="what a step on the drives survives (process)"
     )
+    group.add_argument(
+        "--drive-endurance",
+        action="append",
+        metavar="SIZE",
+        help="bytes a drive may be written in its life, such as 600TB; for all drives, or once for each",
+    )
+    group.add_argument(
+        "--overlap",
+        choices=("auto", "none", "prefetch", "forward", "backward"),
+        help="what goes on beside compute (auto)",
+    )
     group.add_argument("--param-tier", metavar="TIER", default="auto", help="auto, device, host or nvme")
     group.add_argument("--optimizer-tier", metavar="TIER", default="auto", help="auto, device, host or nvme")
     group.add_argument(
@@ -327,7 +338,7 @@ def _config(given: argparse.Namespace, dtype: torch.dtype) -> tiered.Config:
         name: getattr(given, name)
         for name in (
             "device", "device_budget", "host_budget", "nvme", "param_tier", "optimizer_tier", "stage", "budgets",
-            "durability", "trace",
+            "durability", "overlap", "trace",
         )
         if getattr(given, name) is not None
     }  # fmt: skip
@@ -335,6 +346,9 @@ def _config(given: argparse.Namespace, dtype: torch.dtype) -> tiered.Config:
         settings["rank_timeout_s"] = given.rank_timeout
     if given.drive_timeout is not None:
         settings["drive_timeout_s"] = given.drive_timeout
+    if given.drive_endurance is not None:
+        each = given.drive_endurance
+        settings["drive_endurance"] = each if len(each) > 1 else each[0]
     if dtype != torch.float32:
         settings["precision"] = tiered.MixedPrecision(param_dtype=dtype)
     return tiered.Config(**settings)

@@ -181,6 +181,7 @@ def _runtime_rows(stats: tiered.Stats) -> list[tuple[str, str]]:
         read, written = stats.read_bytes.get(tier, 0), stats.written_bytes.get(tier, 0)
         peak = format_size(stats.peak_bytes.get(tier, 0))
         rows.append((f"  {tier}", f"{format_size(read)} read, {format_size(written)} written, at most {peak} held"))
+    rows += _step_rows(stats)
     stalled = {cause: seconds for cause, seconds in stats.stall_seconds.items() if seconds}
     if stats.drive_retries or stats.drive_stalls:
         text = f"{stats.drive_retries} reads made once more, {stats.drive_stalls} transfers late; see the warnings"
@@ -189,6 +190,27 @@ def _runtime_rows(stats: tiered.Stats) -> list[tuple[str, str]]:
         rows.append(("seconds stalled", ", ".join(f"{cause} {seconds:.2f}" for cause, seconds in stalled.items())))
     if stats.skipped_steps:
         rows.append(("steps skipped for non-finite gradients", str(stats.skipped_steps)))
+    return rows
+
+
+def _step_rows(stats: tiered.Stats) -> list[tuple[str, str]]:
+    """How close steps come to what this machine can do, and what that costs it."""
+    rows, mean = [], stats.mean_step
+    if mean is not None:
+        text = f"{mean.seconds:.3f} s of which {mean.bound_s:.3f} s ({mean.share:.0%}) are the bound, by {mean.binding}"
+        rows.append(("a step on average", text))
+        terms = sorted(mean.terms.items(), key=lambda term: -term[1])
+        rows.append(("  what bounds it", ", ".join(f"{name} {seconds:.3f} s" for name, seconds in terms)))
+        waited = [f"{cause} {seconds:.3f} s" for cause, seconds in mean.stall_seconds.items() if seconds >= 5e-4]
+        rows.append(("  stalled in it", ", ".join(waited) or "nowhere"))
+    moved = [f"{name} {count:.1f}" for name, count in stats.bytes_per_parameter.items() if count]
+    if moved:
+        rows.append(("bytes a parameter and step", ", ".join(moved)))
+    for drive in stats.drives:
+        rate = "" if drive.bytes_per_s is None else f", at most {format_size(int(drive.bytes_per_s))}/s"
+        days = "" if drive.endurance_days is None else f"; its rated endurance lasts {drive.endurance_days:,.1f} days"
+        written = format_size(int(drive.written_bytes))
+        rows.append((f"  {drive.path}", f"{written} written a step{rate}{days}"))
     return rows
 
 

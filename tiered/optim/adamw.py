@@ -139,7 +139,7 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         model = self._open_model("step()")
         model.check_left("step()")
-        model.runtime.meter.at("step")
+        model.begins_step()
         self._settle()
         model.begin_step()
         scale = self._scaler.scale if self._scaler is not None else 1.0

@@ -24,6 +24,7 @@ from tiered.config import Config
 from tiered.device.memory import page_ceil
 from tiered.errors import TieredError, UsageError
 from tiered.schedule.execute import Executor
+from tiered.schedule.limit import Recorder
 from tiered.schedule.trace import Phase
 from tiered.store.block import Block, BlockKey
 from tiered.store.tier import Tier
@@ -93,6 +94,7 @@ class ShardedModel:
         self.saving: Saving | None = None  # in the background, or what has become of it
         self.lazy: LazyUpdate | None = None  # the update of the last step, while it is not over
         self.early: EarlyUpdate | None = None
+        self.recorder: Recorder | None = None
         self._class = type(module)
         self._promoted = False
         self.reducer: Reducer | None = None  # of several ranks
@@ -165,6 +167,12 @@ class ShardedModel:
         take them."""
         if used := [group.name for group in self.groups if group.in_use]:
             raise UsageError(f"{call} inside a forward or a gather() of the model (group '{used[0]}'): leave it first")
+
+    def begins_step(self) -> None:
+        """The loop is at a step, and that before is over."""
+        if self.recorder is not None:
+            self.recorder.step()
+        self.runtime.meter.at("step")
 
     def begin_step(self) -> None:
         """Wait for gradients on their way and who reads states, reduce what is not reduced, and bring in what the user
