@@ -65,7 +65,8 @@ class Stats:
         the swap files.
     staging_buffers: buffers for bytes on their way that are out at this moment.
     stall_seconds: seconds the training loop waited, by cause.
-    hit_rate: share of a moving group's uses that found it present or on its way; 1.0 when nothing moves.
+    hit_rate: share of a moving group's uses that found it present or on its way (an update under the next forward that
+        hands it over is on its way, too); 1.0 when nothing moves.
     placement: kind of state -> tier name -> bytes whose home is there.
     pinned_bytes: page-locked bytes of RAM now; they are part of the host's.
     activation_bytes: the most that anything beside the budget's own bytes has taken on the device, as measured between

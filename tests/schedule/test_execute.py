@@ -1,102 +1,14 @@
 """The executor on pages that only count: what is used is present, nothing pinned goes, the budget holds."""
 
 import random
-from collections.abc import Iterable
 
 import pytest
+from schedule.pages import Run
 
 from tiered.errors import BudgetError
-from tiered.schedule.execute import Executor
 from tiered.schedule.trace import Phase
-from tiered.stats import Meter
-from tiered.store.tier import Budget, Tier
 
 F, B, E = Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATION
-
-
-class FakePage:
-    """A page of `nbytes` that arrives when it is waited for; remembers what was done to it."""
-
-    def __init__(self, index: int, nbytes: int, budget: Budget) -> None:
-        self.index = index
-        self.name = f"page {index}"
-        self.nbytes = nbytes
-        self.pins = 0
-        self.fetches = 0
-        self.broken: Exception | None = None
-        self._budget = budget
-        self.present = False
-        self.arrived = False
-
-    @property
-    def evictable(self) -> bool:
-        return self.present and not self.pins
-
-    def begin_fetch(self, *, hint: bool = False) -> None:
-        assert not self.present, f"page {self.index} is fetched twice"
-        self._budget.charge(self.nbytes, f"page {self.index}")
-        self.present, self.arrived = True, False
-        self.fetches += 1
-
-    def wait(self) -> None:
-        assert self.present, f"page {self.index} is waited for while it is away"
-        if self.broken is not None:
-            self._go()
-            raise self.broken
-        self.arrived = True
-
-    def poll(self) -> bool:
-        return self.arrived or not self.present
-
-    def drop(self) -> None:
-        assert self.present
-        assert not self.pins, f"page {self.index} is dropped while it is pinned"
-        self._go()
-
-    def _go(self) -> None:
-        self._budget.refund(self.nbytes)
-        self.present = self.arrived = False
-
-
-class Run:
-    """An executor over fake pages of the given sizes."""
-
-    def __init__(self, sizes: Iterable[int], capacity: int, *, stale: bool = False) -> None:
-        self.budget = Budget(Tier.DEVICE, capacity)
-        self.pages = [FakePage(index, size, self.budget) for index, size in enumerate(sizes)]
-        self.meter = Meter()
-        self.looked = 0
-        self.others = 0  # bytes that something else takes of the same memory
-        self.executor = Executor(self.pages, self, self.meter, stale=stale)
-
-    def capacity(self) -> int:
-        return self.budget.limit - self.others
-
-    def free(self) -> int:
-        return self.budget.free - self.others
-
-    def observe(self) -> None:
-        self.looked += 1
-
-    def use(self, index: int, phase: Phase = F) -> None:
-        """One use as a group makes it: pinned from before until after."""
-        page = self.pages[index]
-        page.pins += 1
-        try:
-            self.executor.use(page, phase)
-            assert not page.nbytes or (page.present and page.arrived), f"page {index} is not there"
-        finally:
-            page.pins -= 1
-
-    def step(self, touch: bool = False) -> None:
-        for index in range(len(self.pages)):
-            self.use(index)
-        for index in reversed(range(len(self.pages))):
-            self.executor.touch(self.pages[index], B) if touch else self.use(index, B)
-
-    @property
-    def fetches(self) -> int:
-        return sum(page.fetches for page in self.pages)
 
 
 def test_pages_that_fit_together_are_fetched_once_and_stay() -> None:
@@ -293,3 +205,55 @@ def test_random_use_keeps_every_promise(seed: int) -> None:
             draw.choice(run.pages).pins = 0
     assert run.fetches > 30
     assert refused < 300
+
+
+def test_a_page_that_an_update_under_way_hands_over_counts_as_foreseen() -> None:
+    run = Run([10] * 3, 10)
+    run.pages[1].promised = True
+    run.use(0)
+    run.use(1)
+    assert (run.meter.uses, run.meter.hits) == (2, 1)
+
+
+def test_a_hint_that_finds_no_memory_is_tried_again_at_the_next_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run([10] * 400, 2000)
+    for _ in range(3):
+        run.step()
+    run.executor.clear()
+    fetch, tried = type(run.pages[0]).begin_fetch, 0
+
+    def scarce(page: object, *, hint: bool = False) -> None:
+        nonlocal tried
+        tried += hint
+        if hint and tried % 4:
+            raise MemoryError
+        fetch(page, hint=hint)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(run.pages[0]), "begin_fetch", scarce)
+    run.executor.stepped()
+    for index in range(100):
+        run.use(index)
+    assert tried >= 100
+
+
+def test_a_page_used_last_stays_where_something_else_has_grown() -> None:
+    run = Run([10] * 4, 40)
+    run.step()
+    run.others = 35
+    run.executor.touch(run.pages[3], B)
+    assert run.pages[3].present
+    assert run.budget.used == 10
+
+
+@pytest.mark.parametrize("delivered", [0, 7, 100])
+def test_fetches_that_have_arrived_are_completed_whichever_came_first(delivered: int) -> None:
+    run = Run([10] * 6, 60)
+    for _ in range(2):
+        run.step()
+        run.executor.clear()
+        run.executor.stepped()
+    assert run.executor._coming.keys() == set(range(6))
+    for page in run.pages:
+        page.arrived = page.index != delivered
+    run.executor.poll()
+    assert run.executor._coming.keys() == {delivered} & set(range(6))

@@ -8,11 +8,14 @@ Invariants:
 2. The budget of pages is charged before a fetch begins and refunded when the page has gone.
 3. A pinned or exported page is never evicted.
 4. What a step makes stale is not fetched before that step, where the trace knows that one comes.
-Leaves to whom: what fetching means is the page's own business.
+5. What a use costs does not grow with the number of pages, taken over many uses: a plan is made when the outlook says
+   that one is paid for (`schedule.outlook`), and carried on with until then.
+Leaves to whom: what fetching means is the page's own business; what is expected is the outlook's.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,8 +23,12 @@ from typing import Protocol
 
 from tiered.errors import UsageError
 from tiered.schedule import plan
-from tiered.schedule.trace import Phase, Trace, Use
+from tiered.schedule.outlook import Outlook
+from tiered.schedule.trace import Phase, Use
 from tiered.stats import Meter
+
+UNARRIVED = 8
+"""Fetches on their way that a use asks whether they have arrived: they come about in the order in which they left."""
 
 
 class Page(Protocol):
@@ -35,6 +42,10 @@ class Page(Protocol):
     @property
     def present(self) -> bool:
         """In memory, or on its way."""
+
+    @property
+    def promised(self) -> bool:
+        """What hands it over when it is used is under way already."""
 
     @property
     def evictable(self) -> bool:
@@ -77,10 +88,12 @@ class Executor:
         self._sizes = {index: page.nbytes for index, page in self._pages.items()}
         self._room = room
         self._meter = meter
-        self._stale = stale
-        self._trace = Trace()
-        self._recent: dict[int, None] = {}  # present pages, least recently used first
-        self._coming: set[int] = set()  # pages on their way
+        self._outlook = Outlook(self._sizes, stale=stale)
+        self._recent: dict[int, int] = {}  # present pages, least recently used first, with the number of that use
+        self._coming: dict[int, None] = {}  # pages on their way, in the order in which they left
+        self._wanted: collections.deque[int] = collections.deque()  # pages to fetch ahead as soon as there is room
+        self._going: collections.deque[int] | None = None  # pages to evict where room is needed, first to go first
+        self._ordered = 0  # number of the use at which they were put in order
         self._current = -1
         self._thread = 0
         self._inside = 0
@@ -91,17 +104,16 @@ class Executor:
         if not page.nbytes:
             return
         self._room.observe()
-        self.poll()
+        self._poll(UNARRIVED)
         self._observe(page, phase)
         if not page.present:
-            self._make_room(page)
+            self._make_room(page.nbytes)
             try:
                 page.begin_fetch()
             except MemoryError:  # the device has less than its budget says, or staging is scarce: what only hints goes
                 self.clear()
                 page.begin_fetch()
-        self._recent.pop(page.index, None)
-        self._recent[page.index] = None  # before the wait: interrupted there, it can still be evicted
+        self._note(page.index)  # before the wait: interrupted there, it can still be evicted
         page.wait()
         self._fetch_ahead(page)
 
@@ -130,28 +142,30 @@ class Executor:
 
     def poll(self) -> None:
         """Complete the fetches that have arrived, so that what carried them is given back."""
-        self._coming -= {index for index in self._coming if self._pages[index].poll()}
+        self._poll(len(self._coming))
 
     def stepped(self) -> None:
         """A step has been taken: fetch ahead for what follows it."""
         self.poll()
         self._current = -1
-        self._trace.observe(Use(-1, Phase.STEP))
+        self._going = None
+        self._outlook.observe(Use(-1, Phase.STEP))
         self._fetch_ahead()
 
     def expect(self, page: Page) -> None:
         """`page` is on its way without having been asked for."""
-        self._recent.pop(page.index, None)
-        self._recent[page.index] = None
-        self._coming.add(page.index)
+        self._note(page.index)
+        self._coming[page.index] = None
 
     def remove(self, page: Page) -> None:
         """`page` does not move any more."""
         self._recent.pop(page.index, None)
         self._pages.pop(page.index, None)
         self._sizes.pop(page.index, None)
-        self._coming.discard(page.index)
-        self._trace = Trace()  # what it knows names the page
+        self._coming.pop(page.index, None)
+        self._wanted.clear()
+        self._going = None
+        self._outlook.forget()
 
     def evict(self, page: Page) -> None:
         """Let `page` go if it may."""
@@ -172,59 +186,92 @@ class Executor:
 
     def _observe(self, page: Page, phase: Phase) -> None:
         self._meter.uses += 1
-        self._meter.hits += page.present
+        self._meter.hits += page.present or page.promised
         self._current = page.index
-        self._trace.observe(Use(page.index, phase))
+        self._outlook.observe(Use(page.index, phase))
 
-    def _upcoming(self) -> list[int]:
-        return plan.window(self._expected(), self._sizes, self._room.capacity())
+    def _note(self, index: int) -> None:
+        """The page is the one used, or fetched, last."""
+        self._recent.pop(index, None)
+        self._recent[index] = self._meter.uses
 
-    def _expected(self) -> Iterator[int]:
-        """The pages expected next, up to where they become others."""
-        steps = 0
-        for use in self._trace.predict():
-            if use.phase is not Phase.STEP:
-                yield use.page
-            elif self._stale or (steps := steps + 1) > 2:  # steps and nothing between them: no page ever comes
-                return
+    def _poll(self, unarrived: int) -> None:
+        """Complete fetches that have arrived, in the order in which they left, past at most so many that have not."""
+        done = []
+        for index in self._coming:
+            if self._pages[index].poll():
+                done.append(index)
+            elif (unarrived := unarrived - 1) < 1:
+                break
+        for index in done:
+            del self._coming[index]
 
     def _evictable(self) -> list[int]:
         return [i for i in self._recent if self._pages[i].evictable]
 
-    def _make_room(self, page: Page) -> None:
-        free = self._room.free()
-        if free < page.nbytes:
-            self._run(plan.room(page.nbytes, self._upcoming(), self._sizes, self._evictable(), free))
+    def _make_room(self, need: int) -> None:
+        """Evict until `need` bytes are free, or nothing more may go."""
+        if self._room.free() >= need:
+            return
+        if self._going is not None and not self._outlook.due and self._evict_until(need):
+            return
+        upcoming = self._outlook.look(self._room.capacity())
+        evictable = self._evictable()
+        everything = sum(self._sizes[index] for index in evictable) + need
+        self._going = collections.deque(
+            plan.room(everything, upcoming, self._sizes, evictable, min(self._room.free(), 0)).evict
+        )
+        self._ordered = self._meter.uses
+        self._evict_until(need)
+
+    def _evict_until(self, need: int) -> bool:
+        """Evict in the order made before, but not what has been used since; whether `need` bytes are free."""
+        going = self._going
+        while going and self._room.free() < need:
+            index = going.popleft()
+            if index != self._current and self._recent.get(index, 0) <= self._ordered:
+                self._evict((index,))
+        return self._room.free() >= need
 
     def _fetch_ahead(self, page: Page | None = None) -> None:
+        """Fetch what is expected next, and evict for it what is used later; `page` stays."""
+        if self._room.free() < 0:  # what else is there has grown
+            if self._going is None or self._outlook.due:
+                self._make_room(0)
+            self._evict_until(0)
+            return
         if not self._ahead:
             return
-        upcoming = self._upcoming()
-        present = {i for i in upcoming if self._pages[i].present}
-        free = self._room.free()
-        if len(present) == len(upcoming) and free >= 0:
+        if not self._outlook.due:
+            self._fetch_wanted()
             return
-        evictable = [i for i in self._evictable() if page is None or i != page.index]
-        if free < 0:  # what else is there has grown
-            self._run(plan.room(0, upcoming, self._sizes, evictable, free))
-        else:
-            self._run(plan.ahead(upcoming, self._sizes, present, evictable, free))
+        upcoming = self._outlook.look(self._room.capacity())
+        if self._ordered != self._meter.uses:
+            self._going = None
+        self._wanted.clear()
+        present = {i for i in upcoming if self._pages[i].present}
+        if len(present) < len(upcoming):
+            evictable = [i for i in self._evictable() if page is None or i != page.index]
+            actions = plan.ahead(upcoming, self._sizes, present, evictable, self._room.free())
+            self._evict(actions.evict)
+            self._wanted.extend(actions.fetch)
+            self._fetch_wanted()
 
-    def _run(self, actions: plan.Plan) -> None:
-        self._evict(actions.evict)
-        for index in actions.fetch:
-            try:
-                self._pages[index].begin_fetch(hint=True)
-            except MemoryError:  # of a budget or of the device itself: fetching ahead is a hint, so leave it
-                return
-            self._recent[index] = None
-            self._coming.add(index)
+    def _fetch_wanted(self) -> None:
+        while self._wanted:
+            index = self._wanted[0]
+            page = self._pages[index]
+            if not page.present:
+                try:
+                    page.begin_fetch(hint=True)
+                except MemoryError:  # of a budget or of the device itself: fetching ahead is a hint, so leave it
+                    return
+                self._note(index)
+                self._coming[index] = None
+            self._wanted.popleft()
 
     def _evict(self, indices: Iterable[int]) -> None:
         for index in indices:
             if self._pages[index].evictable:
-                self._drop(index)
-
-    def _drop(self, index: int) -> None:
-        self._pages[index].drop()
-        self._recent.pop(index, None)
+                self._pages[index].drop()
+                self._recent.pop(index, None)

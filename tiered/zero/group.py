@@ -131,6 +131,10 @@ class ParamGroup:
         return self._state is not GroupState.SHARDED
 
     @property
+    def promised(self) -> bool:
+        return self.lazy is not None and self.runtime.in_place
+
+    @property
     def evictable(self) -> bool:
         free = self.nbytes > 0 and self.present and not self._pins
         return free and (self._passage is not None or not self.buffer.exported())  # on its way: only what carries it
@@ -269,10 +273,7 @@ class ParamGroup:
         """The buffer's storage, its values present: what a saved parameter is a note of."""
         if self._disowned:
             raise UsageError(f"backward through group '{self.name}' after tiered.close(model): its weights are gone")
-        if self.executor is not None:
-            self.executor.touch(self, Phase.BACKWARD)
-        if self.lazy is not None:
-            self.lazy.compute(self)
+        self._use(Phase.BACKWARD, again=True)
         return self.buffer.bytes.untyped_storage()
 
     def version_at(self, offset: int) -> int:
@@ -285,8 +286,7 @@ class ParamGroup:
 
     def span(self, kind: str) -> tuple[int, int]:
         """Elements [start, stop) of the group that this rank's block of a kind holds."""
-        whole = 0, self.spec.numel
-        return self.spec.shard(self.runtime.ranks.rank) if self.runtime.partitions(kind) else whole
+        return self.spec.shard(self.runtime.ranks.rank) if self.runtime.partitions(kind) else (0, self.spec.numel)
 
     def base(self, kind: str) -> int:
         """Where this rank's shard starts in its block of a kind, in elements."""
@@ -390,9 +390,9 @@ class ParamGroup:
         """The truth is elsewhere than in the buffer, at least in part."""
         return self.nbytes > 0 or "master" in self.blocks
 
-    def _use(self, phase: Phase) -> None:
+    def _use(self, phase: Phase, *, again: bool = False) -> None:
         if self.executor is not None:
-            self.executor.use(self, phase)
+            (self.executor.touch if again else self.executor.use)(self, phase)
         if self.lazy is not None:
             self.lazy.compute(self)
 
