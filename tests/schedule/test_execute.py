@@ -257,3 +257,18 @@ def test_fetches_that_have_arrived_are_completed_whichever_came_first(delivered:
         page.arrived = page.index != delivered
     run.executor.poll()
     assert run.executor._coming.keys() == {delivered} & set(range(6))
+
+
+@pytest.mark.parametrize(("pages", "fit", "most"), [(12, 10, 0.26), (12, 6, 0.76), (8, 6, 0.63)])
+def test_in_an_order_that_is_a_cycle_what_fits_stays_and_only_the_rest_moves(pages: int, fit: int, most: float) -> None:
+    """Least recently used would have every page go just before it comes again."""
+    run = Run([10] * pages, fit * 10)
+    for _ in range(4):
+        for index in range(pages):
+            run.use(index)
+    fetches, uses, hits = run.fetches, run.meter.uses, run.meter.hits
+    for _ in range(5):
+        for index in range(pages):
+            run.use(index)
+    assert run.meter.hits - hits == run.meter.uses - uses
+    assert (run.fetches - fetches) / (run.meter.uses - uses) <= most

@@ -18,7 +18,7 @@ becomes the contents by `take`, or is forgotten, which moves nothing.
     committed      A0 A1 A2      beside, of piece 1: B1     read: A0 A1 A2       take piece 1; read: A0 B1 A2
 
 Invariants: 1. The arithmetic of placement is in Stripes alone; ranges on a drive are whole blocks. 2. A piece of a slot
-that a commit names is not written.
+that a commit names is not written. 3. What is taken was written beside what the extent holds.
 Leaves to drive.py which range a drive gives, and to swapfile.py every change of an extent's state.
 """
 
@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from tiered.errors import UsageError
 from tiered.io.drive import BLOCK
 from tiered.io.engine import PieceState, Records, Submission
 
@@ -81,9 +82,13 @@ class Extent:
     committed: npt.NDArray[np.uint8] | None = None  # likewise, at the last commit; None: there was none
     in_flight: list[Submission] = field(default_factory=list)
     fresh: npt.NDArray[np.bool_] = field(init=False)  # (pieces * slots,)
+    beside: npt.NDArray[np.bool_] = field(
+        init=False
+    )  # (pieces,): the other slot has a candidate for what this one holds
 
     def __post_init__(self) -> None:
         self.fresh = np.ones(len(self.records), np.bool_)
+        self.beside = np.zeros(self.pieces, np.bool_)
 
     @property
     def pieces(self) -> int:
@@ -112,10 +117,14 @@ class Extent:
         return pieces * len(self.starts) + (1 - slots if beside else slots)
 
     def turn(self, pieces: range) -> None:
-        """`pieces` are to be written: not over what was committed."""
+        """`pieces` are to be written: not over what was committed. What is beside them counts no more."""
+        self.beside[pieces.start : pieces.stop] = False
         if self.committed is not None:
             self.slots[pieces.start : pieces.stop] = 1 - self.committed[pieces.start : pieces.stop]
 
     def take(self, pieces: range) -> None:
-        """What was written beside `pieces` is what they hold."""
+        """What was written beside `pieces` is what they hold. Raises UsageError where that was for other contents."""
+        if not self.beside[pieces.start : pieces.stop].all():
+            raise UsageError(f"{self.label}: what is beside it was made for contents that it no longer holds")
+        self.beside[pieces.start : pieces.stop] = False
         self.slots[pieces.start : pieces.stop] ^= 1

@@ -170,6 +170,7 @@ class Generations:
         for extent in extents:
             if extent.committed is not None:
                 extent.slots[:] = extent.committed
+                extent.beside[:] = False
         self.untouched = False
 
     # --- committing ---

@@ -224,7 +224,7 @@ class SwapSpace:
         return self._transfer(True, extent, address, nbytes, offset, beside=True)
 
     def take(self, extent: Extent, nbytes: int, offset: int = 0) -> None:
-        """What was written beside a range is its contents from now on; it may still be on its way."""
+        """What was written beside a range is its contents, arrived or not. Raises UsageError where that is old."""
         pieces = self._piece_range(extent, nbytes, offset)
         with self._lock:
             usable(self._owner, self._closed)
@@ -265,6 +265,7 @@ class SwapSpace:
             extent.turn(pieces)
         elif not extent.settled:
             raise UsageError(f"{extent.label} holds what is not committed: nothing may be written beside it")
+        extent.beside[pieces.start : pieces.stop] = beside
         at = extent.record(np.arange(pieces.start, pieces.stop), beside=beside)
         extent.records["state"][at] = PieceState.WRITING
         if not beside:

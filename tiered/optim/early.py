@@ -13,6 +13,7 @@ Invariants:
 1. A hint: nothing waits for it, evicts for it or fails of it, and no value depends on it.
 2. A group is kept only where its update was computed from the gradients, states, settings and factor of the step.
 3. After `keep`, `forget` and an error nothing is in flight but what the lazy update has taken over.
+4. One of a model has candidates at a time: the last that was made, or has stepped.
 Which gradient is a group's last is learnt from the step before, whatever backwards it was made of. Where expected
 factors fail, it pauses, longer each time; whether it pays is measured (`schedule.choice`).
 Leaves to whom: one rank, a device whose memory is the host's, states on drives that are committed: others go without.
@@ -35,6 +36,7 @@ from tiered.optim.kernels import Segment
 from tiered.optim.plan import Member, StepPlan, by_group, plan_group, within
 from tiered.optim.slots import Chunk, Slots, Work
 from tiered.schedule.choice import Balance, Choice
+from tiered.store.block import Block
 from tiered.zero.group import ParamGroup
 from tiered.zero.home import ParamHome
 from tiered.zero.model import ShardedModel
@@ -65,6 +67,7 @@ class EarlyUpdate:
     ) -> None:
         """optimizer: not held. homes: of its parameters, by their id."""
         self._model = model
+        self._store = model.runtime.store
         self._optimizer = weakref.ref(optimizer)
         self._homes = homes
         self._choice = Choice(True if model.config.overlap == "backward" else None)
@@ -90,15 +93,15 @@ class EarlyUpdate:
 
     def _look(self) -> None:
         """Groups may have begun to train, or another optimizer have come and gone."""
-        self._model.early = self
+        self._model.follow(self)
         for group in self._model.groups:
             if self._possible(group):
                 self._groups[group.index] = group
                 self._model.grads[group.index].follower = self
 
     def _possible(self, group: ParamGroup) -> bool:
-        kinds = [kind for kind in group.blocks if kind != "grad"]
-        there = len(kinds) > 1 and all(group.blocks[kind].lasts for kind in kinds)
+        written = _written(group)
+        there = len(written) > 1 and all(block.lasts for block in written)
         return there and group.spec.shard_numel > 0 and "grad" in group.blocks
 
     # --- backward ---
@@ -167,8 +170,8 @@ class EarlyUpdate:
     def _fit(self, group: ParamGroup) -> bool:
         """The group's states are those of the last commit, nobody holds a view of them or of a gradient, and its page,
         if it is here, can go."""
-        store, model = self._model.runtime.store, self._model
-        settled = all(store.settled(block) for kind, block in group.blocks.items() if kind != "grad")
+        model = self._model
+        settled = all(self._store.settled(block) for block in _written(group))
         plain = not group.edited and not group.buffer.exported() and group.lazy is None
         return settled and plain and not model.grads[group.index].viewed()
 
@@ -210,16 +213,15 @@ class EarlyUpdate:
                 group = self._groups[index]
                 same = index in self._computed and index not in self._touched and self._fit(group)
                 same = same and grad_scale == self._by and plan.segments.get(index) == segments
+                same = same and all(self._store.beside(block) for block in _written(group))
                 if same and self._evict(group):
                     kept.append(group)
                 else:
-                    for kind, block in group.blocks.items():
-                        if kind != "grad":
-                            slots.written(block)
+                    for block in _written(group):
+                        slots.written(block)
             for group in kept:
-                for kind, block in group.blocks.items():
-                    if kind != "grad":
-                        self._model.runtime.store.take(block, 0, block.nbytes)
+                for block in _written(group):
+                    self._store.take(block, 0, block.nbytes)
             failing.pop_all()
         self._kept = len(kept)
         self._total += self._kept
@@ -269,6 +271,11 @@ class EarlyUpdate:
             return False
         self.forget()
         return True
+
+
+def _written(group: ParamGroup) -> list[Block]:
+    """The blocks that an update writes."""
+    return [block for kind, block in group.blocks.items() if kind != "grad"]
 
 
 def expects(model: ShardedModel) -> bool:

@@ -219,7 +219,9 @@ class Executor:
         evictable = self._evictable()
         everything = sum(self._sizes[index] for index in evictable) + need
         self._going = collections.deque(
-            plan.room(everything, upcoming, self._sizes, evictable, min(self._room.free(), 0)).evict
+            plan.room(
+                everything, [*upcoming, *self._outlook.later], self._sizes, evictable, min(self._room.free(), 0)
+            ).evict
         )
         self._ordered = self._meter.uses
         self._evict_until(need)
@@ -252,7 +254,9 @@ class Executor:
         present = {i for i in upcoming if self._pages[i].present}
         if len(present) < len(upcoming):
             evictable = [i for i in self._evictable() if page is None or i != page.index]
-            actions = plan.ahead(upcoming, self._sizes, present, evictable, self._room.free())
+            soon = max(self._room.capacity() // 4, 2 * max(self._sizes.values())) if self._outlook.constant else None
+            free, later = self._room.free(), self._outlook.later
+            actions = plan.ahead(upcoming, self._sizes, present, evictable, free, soon, later)
             self._evict(actions.evict)
             self._wanted.extend(actions.fetch)
             self._fetch_wanted()

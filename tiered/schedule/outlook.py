@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 
 from tiered.schedule import plan
@@ -36,6 +37,8 @@ class Outlook:
         self._paid = 0
         self._saved = 0
         self._seen: list[int] | None = None  # by a look since the last use
+        self.later: list[int] = []
+        """Pages behind those of the last look, in order of first use, where every use pays for a look."""
         self._capacity = 0  # that it was for
 
     def observe(self, use: Use) -> None:
@@ -55,12 +58,23 @@ class Outlook:
         """Another look is paid for, or has been made since the last use."""
         return self._seen is not None or self._paid >= self._price
 
+    @property
+    def constant(self) -> bool:
+        """Every use pays for a look."""
+        return self._price <= RATE
+
     def look(self, capacity: int) -> list[int]:
         """The distinct pages expected next, in order of first use, as many as `capacity` bytes hold."""
         if self._seen is None or self._capacity != capacity:
             before = self.looked
-            self._seen, self._capacity = plan.window(self._expected(), self._sizes, capacity), capacity
+            expected = self._expected()
+            self._seen, beyond = plan.window(expected, self._sizes, capacity)
+            self._capacity = capacity
             self._price, self._paid = self.looked - before + len(self._seen), 0
+            self.later = []
+            if self.constant and len(self._seen) < len(self._sizes):
+                behind = dict.fromkeys((*beyond, *itertools.islice(expected, RATE)))
+                self.later = [page for page in behind if page not in set(self._seen)]
         return self._seen
 
     def forget(self) -> None:

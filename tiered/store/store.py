@@ -7,7 +7,7 @@
     staging / unstage    host memory for bytes on their way, charged like everything else; `retire` when a copy is over
     flush                the drive that is a block's home gets what it lacks
     discard              the contents are no longer wanted: no byte of them is moved again
-    write_beside / take  a candidate for a byte range, on the drive beside it; it becomes the contents, or is forgotten
+    write_beside / take  a candidate for a byte range, on the drive beside it, becomes the contents, or is forgotten
     commit / revert      what blocks on drives hold, gradients aside, becomes the generation that survives the process;
                          the last such generation is what they hold again
 
@@ -249,19 +249,22 @@ class TieredStore:
     # --- candidates ---
 
     def settled(self, block: Block) -> bool:
-        """A candidate may be written beside the block: it is on a drive, and what it holds is committed."""
+        """A candidate may be written beside the block: it is on a drive, as it was committed."""
         return block.update is None and block.state is BlockState.NVME and block.place.settled
 
+    def beside(self, block: Block) -> bool:
+        """There is a candidate for all of the `settled` block."""
+        return bool(block.place.beside.all())
+
     def write_beside(self, block: Block, memory: Memory, *, at: int, offset: int, nbytes: int) -> Ticket:
-        """As `write`, of a `settled` block, which holds what it held until `take`: a candidate for its contents."""
+        """As `write`, of a `settled` block, which holds what it held until `take`."""
         nbytes = self._span(block, memory, at, offset, nbytes)
         with uninterrupted():
             ticket = self._drives().write_beside(block.place, memory.address + at, nbytes, offset)
             return self._watched(block, memory, ticket, written=nbytes)
 
     def take(self, block: Block, offset: int, nbytes: int) -> None:
-        """The candidate beside a range, which may be on its way still, is its contents. The block is still `settled`,
-        but for what was taken before of it."""
+        """The candidate beside a range, which may be on its way, is its contents from now on."""
         self._drives().take(block.place, nbytes, offset)
 
     # --- staging ---

@@ -168,6 +168,12 @@ class ShardedModel:
         if used := [group.name for group in self.groups if group.in_use]:
             raise UsageError(f"{call} inside a forward or a gather() of the model (group '{used[0]}'): leave it first")
 
+    def follow(self, early: EarlyUpdate) -> None:
+        """The candidates of one optimizer, and of no other, are those of the model."""
+        if self.early is not None and self.early is not early:
+            self.early.forget()
+        self.early = early
+
     def begins_step(self) -> None:
         """The loop is at a step, and that before is over."""
         if self.recorder is not None:
