@@ -44,7 +44,7 @@ WIDTH, SAVE_EVERY, RANK_TIMEOUT_S = 48, 3, 5.0
 class Order:
     """What the ranks of one attempt are to do."""
 
-    swap: Path
+    swap: tuple[Path, ...]
     saved: Path | None
     """Folder of the checkpoints; None: none are written."""
     steps: int

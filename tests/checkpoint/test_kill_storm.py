@@ -18,9 +18,9 @@ def said(tool: str, folder: Path, limit_s: int, *options: object) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_runs_that_are_killed_at_random_instants_go_on_to_the_last_bit(ranks: int, tmp_path: Path) -> None:
-    assert ": 8 kills" in said("kill_storm", tmp_path, 300, "--ranks", ranks, "--kills", 8)
+@pytest.mark.parametrize(("ranks", "drives"), [(1, 1), (1, 2), (2, 1)])
+def test_runs_that_are_killed_at_random_instants_go_on_to_the_last_bit(ranks: int, drives: int, tmp_path: Path) -> None:
+    assert ": 8 kills" in said("kill_storm", tmp_path, 300, "--ranks", ranks, "--drives", drives, "--kills", 8)
 
 
 @pytest.mark.soak

@@ -313,14 +313,16 @@ def file_system(swap: Path, mib: int, *made: str, options: str = "") -> str:
 
 
 def full_without_fallocate(swap: Path) -> Any:
-    """ext2 cannot reserve space: the C library writes to each block instead. Alone, and as the second of two drives."""
+    """ext2 cannot reserve space: the C library writes to each block instead. Alone, and as the second of two drives, of
+    which the first then has too little room as well."""
     other = swap.with_name("other")
     other.mkdir()
+    mount(other, "size=14m")
     file_system(swap, 12, "mkfs.ext2", "-O", "^extent")
     free = os.statvfs(swap).f_bavail
     both = config(other, nvme=[other, swap], param_tier="nvme")
     return {
-        "refused": [refusal(chain(6, 512), config(swap)), refusal(chain(8, 512), both)],
+        "refused": [refusal(chain(6, 512), config(swap)), refusal(chain(10, 512), both)],
         "given back": os.statvfs(swap).f_bavail == free,
         "small": train(chain(2, 128), config(swap)),
         "left": [os.listdir(swap), os.listdir(other)],

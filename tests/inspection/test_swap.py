@@ -129,6 +129,8 @@ def test_over_two_drives_both_are_read_and_one_alone_says_that_the_other_was_not
     assert first.resumable
     assert first.run == second.run is not None
     assert len(first.bytes_by_drive) == 2
+    assert list(first.weight_by_drive) == list(first.bytes_by_drive)
+    assert all(weight >= 0 for weight in first.weight_by_drive.values())
     assert first.verified_bytes == sum(first.bytes_by_drive.values())
     alone, directory = only(drives[0], verify=True)
     assert (alone.sound, directory.resumable) == (True, False)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,10 +40,12 @@ def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture
 def open_space(mode: str, tmp_path: Path) -> Iterator[Callable[..., SwapSpace]]:
-    """Opens swap spaces on directories below tmp_path (named on the call, else one) and closes them at the end."""
+    """Opens swap spaces on directories below tmp_path (named on the call, else one) and closes them at the end. Their
+    weights are equal unless a test says otherwise: what is measured here is noise."""
     spaces = []
 
-    def open_one(*names: str, **settings: int) -> SwapSpace:
+    def open_one(*names: str, **settings: Any) -> SwapSpace:
+        settings = {"weights": (1,) * max(1, len(names)), **settings}
         directories = [tmp_path / name for name in names or ("swap",)]
         for directory in directories:
             directory.mkdir(exist_ok=True)

@@ -115,11 +115,13 @@ space.close()
 FULL = """
 import subprocess, sys, os
 full = sys.argv[-1]  # the last, so that the drives before it have to undo what they gave
-subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", full], check=True)
+for path in sys.argv[1:]:
+    size = "2m" if path == full else "3m"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", path], check=True)
 import numpy as np
 from tiered.errors import SwapFullError
 from tiered.io import SwapSpace
-space = SwapSpace(sys.argv[1:], piece_bytes=65536)
+space = SwapSpace(sys.argv[1:], piece_bytes=65536, weights=[1] * len(sys.argv[1:]))
 free = os.statvfs(full).f_bavail * 4096
 kept = space.allocate(1 << 20, "kept")
 data = np.arange(1 << 20, dtype=np.uint8)

@@ -40,7 +40,7 @@ def folders(tmp_path: Path) -> list[Path]:
 
 
 def opened(folders: list[Path], identity: Identity | None = WHO, **how: Any) -> SwapSpace:
-    return SwapSpace(folders, piece_bytes=PIECE, threads=2, identity=identity, **how)
+    return SwapSpace(folders, piece_bytes=PIECE, threads=2, identity=identity, weights=[1] * len(folders), **how)
 
 
 def begun(folders: list[Path], serial: int | None = None, **how: Any) -> tuple[SwapSpace, Extent]:
@@ -466,17 +466,18 @@ space.commit(b"")
 
 
 def record(pieces: int = 3) -> Commit:
-    stripes = Stripes((pieces - 1) * PIECE + 1, PIECE, 2, 1)
+    stripes = Stripes((pieces - 1) * PIECE + 1, PIECE, (3, 1), 1)
     records = np.zeros(pieces, RECORD)
     records["state"] = 2
     kept = Kept("states", stripes, ((0, 4096), (8192, 12288)), np.array([0, 1, 0], np.uint8)[:pieces], records)
-    return Commit(5, "ab" * 8, WHO, (f"tiered-{'0' * 16}-r0", f"tiered-{'1' * 16}-r0"), (kept,), b"payload")
+    names = (f"tiered-{'0' * 16}-r0", f"tiered-{'1' * 16}-r0")
+    return Commit(5, "ab" * 8, WHO, names, (2, 1), (kept,), b"payload")
 
 
 def test_a_record_is_what_was_encoded() -> None:
     found = decode(encode(record()), "path")
-    assert (found.serial, found.run, found.identity, found.names, found.payload) == (
-        5, "ab" * 8, WHO, record().names, b"payload",
+    assert (found.serial, found.run, found.identity, found.names, found.weights, found.payload) == (
+        5, "ab" * 8, WHO, record().names, (2, 1), b"payload",
     )  # fmt: skip
     assert found.extents[0].stripes == record().extents[0].stripes
     assert found.extents[0].slots.tolist() == [0, 1, 0]
@@ -518,9 +519,12 @@ def test_a_header_of_any_values_with_a_right_hash_is_a_sound_record_or_a_named_e
     whole = encode(record())
     length = int.from_bytes(whole[32:40], "little")
     header = json.loads(whole[40 : 40 + length])
-    where = data.draw(st.sampled_from(["serial", "run", "names", "payload", "version", "identity", "extents"]))
+    where = data.draw(
+        st.sampled_from(["serial", "run", "names", "payload", "version", "identity", "weights", "extents"])
+    )
     if where == "extents" and data.draw(st.booleans()):
-        header["extents"][0][data.draw(st.integers(0, 4))] = data.draw(NUMBERS)
+        value = data.draw(st.one_of(NUMBERS, st.lists(NUMBERS, max_size=3)))
+        header["extents"][0][data.draw(st.integers(0, 5))] = value
     else:
         header[where] = data.draw(st.one_of(NUMBERS, st.lists(NUMBERS, max_size=3)))
     text = json.dumps(header).encode()

@@ -110,7 +110,8 @@ def _swap_rows(directory: Any) -> Iterator[tuple[str, str]]:
         yield from _contents_rows(directory.contents)
     if len(directory.bytes_by_drive) > 1:
         for path, nbytes in directory.bytes_by_drive.items():
-            yield "  on", f"{path}: {format_size(nbytes)}"
+            weight, whole = directory.weight_by_drive[path], sum(directory.weight_by_drive.values())
+            yield "  on", f"{path}: {format_size(nbytes)}, weight {weight} of {whole}"
     yield "on the drive", format_size(directory.disk_bytes)
 
 

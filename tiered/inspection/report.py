@@ -111,6 +111,8 @@ class SwapDirectory:
     """Of the last generation."""
     bytes_by_drive: Mapping[str, int]
     """Path of the directory on each drive -> bytes of the last generation there."""
+    weight_by_drive: Mapping[str, int]
+    """The same paths -> the drive's share of what is swapped, beside the others' weights."""
     disk_bytes: int
     verified_bytes: int | None
     findings: tuple[Finding, ...]

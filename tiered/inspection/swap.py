@@ -97,6 +97,7 @@ def _directory(seen: Seen, by_name: Mapping[str, Seen], first: Seen | None) -> t
         found.add(
             "leftover", seen.path, "a dead run's, with nothing to go on from: the next run removes it", fault=False
         )
+    named = [] if commit is None else [_drive_name(drives, n, name) for n, name in enumerate(commit.names)]
     directory = SwapDirectory(
         path=seen.path,
         rank=seen.rank,
@@ -108,17 +109,17 @@ def _directory(seen: Seen, by_name: Mapping[str, Seen], first: Seen | None) -> t
         why=why,
         records=tuple(_records(seen, commit)),
         contents=contents,
-        bytes_by_drive={}
-        if commit is None
-        else {
-            drives[n].path if n in drives else f"drive {n + 1}, {name}": nbytes
-            for n, (name, nbytes) in enumerate(zip(commit.names, _by_drive(commit), strict=True))
-        },
+        bytes_by_drive={} if commit is None else dict(zip(named, _by_drive(commit), strict=True)),
+        weight_by_drive={} if commit is None else dict(zip(named, commit.weights, strict=True)),
         disk_bytes=sum(seen.entries.values()),
         verified_bytes=None,
         findings=found.all(seen.path),
     )
     return directory, work
+
+
+def _drive_name(drives: Mapping[int, Seen], number: int, name: str) -> str:
+    return drives[number].path if number in drives else f"drive {number + 1}, {name}"
 
 
 def _records(seen: Seen, last: Commit | None) -> Iterator[Record]:

@@ -2,6 +2,9 @@
 
     swapfile    SwapSpace: what the store uses
     extent      what it allocates: pieces, and where they lie
+    weights     which share of the pieces each drive has
+    probe       how fast drives are beside each other
+    room        which drives a new extent lies on, and how much there is
     transfer    what its reads and writes return: tickets
     share       how another file comes to have an extent's bytes without a copy
     drive       one drive's file: descriptors, direct I/O, which byte ranges are free

@@ -8,7 +8,9 @@ A record is a file beside the first swap file, and there are two, written in tur
 Invariants:
 1. A record is whole or it is none: its hash covers all of the body. What kills a write leaves the other record.
 2. `decode` gives a record whose every number is in range, whatever the file holds, or raises CorruptDataError.
-3. A record says which pieces are whose; that they lie on the drives, and apart, is for who opens those to check.
+3. Each extent says by which weights its pieces are shared out over the drives, so where they lie is not for whoever
+   reads it to find out anew. Records of version 1 know no weights: their pieces are dealt in turn.
+4. A record says which pieces are whose; that they lie on the drives, and apart, is for who opens those to check.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ import xxhash
 from tiered.errors import CorruptDataError
 from tiered.io.engine import RECORD, PieceState, Records
 from tiered.io.extent import Stripes
+from tiered.io.weights import Weights, checked, equal
 
-VERSION = 1
+VERSION = 2
+_READ = (1, 2)
 LARGEST_BYTES = 1 << 30  # of a record: what a reader is ready to take into memory
 _MAGIC = b"tiered commit 1\n"
 _LARGEST = 1 << 53
@@ -67,6 +71,7 @@ class Commit:
     run: str  # the same on every rank of a run
     identity: Identity
     names: tuple[str, ...]  # of the directory on each drive
+    weights: Weights  # of each drive, for what is allocated next; what there is has its own
     extents: tuple[Kept, ...]
     payload: bytes  # what the owner of the bytes says of them
 
@@ -79,10 +84,11 @@ def encode(commit: Commit) -> bytes:
         "run": commit.run,
         "identity": [commit.identity.model, commit.identity.layout, commit.identity.words],
         "names": commit.names,
+        "weights": commit.weights,
         "payload": len(commit.payload),
         "extents": [
-            [kept.label, kept.stripes.nbytes, kept.stripes.piece_bytes, kept.stripes.first, kept.starts]
-            for kept in commit.extents
+            [kept.label, laid.nbytes, laid.piece_bytes, laid.phase, kept.starts, laid.weights]
+            for kept, laid in ((kept, kept.stripes) for kept in commit.extents)
         ],
     }
     text = json.dumps(header).encode()
@@ -110,12 +116,14 @@ def newest_first(found: Sequence[Commit]) -> list[Commit]:
 def _decoded(body: bytes) -> Commit:
     start = 8 + _count(int.from_bytes(body[:8], "little"), len(body))
     header: dict[str, Any] = json.loads(body[8:start])
-    if header["version"] != VERSION:
-        raise ValueError(f"its version is {header['version']!r}, and this package reads {VERSION}")
+    version = header["version"]
+    if type(version) is not int or version not in _READ:
+        raise ValueError(f"its version is {version!r}, and this package reads {' and '.join(map(str, _READ))}")
     names = tuple(_text(name, _NAME) for name in header["names"])
     if not 1 <= len(names) <= _MOST_DRIVES:
         raise ValueError(f"it names {len(names)} drives")
-    stripes = [_stripes(extent, len(names)) for extent in header["extents"]]
+    weights = equal(len(names)) if version == 1 else checked(header["weights"], len(names))
+    stripes = [_stripes(extent if version > 1 else [*extent, [*weights]], len(names)) for extent in header["extents"]]
     pieces = sum(each.pieces for each in stripes)
     payload = _count(header["payload"], len(body))
     if start + pieces * (1 + RECORD.itemsize) + payload != len(body):
@@ -125,7 +133,7 @@ def _decoded(body: bytes) -> Commit:
     if pieces and (slots.max() > 1 or not np.isin(records["state"], (PieceState.BLANK, PieceState.VALID)).all()):
         raise ValueError("a piece is in no slot or state that there is")
     extents, at = [], 0
-    for (label, _, _, _, starts), each in zip(header["extents"], stripes, strict=True):
+    for (label, _, _, _, starts, *_), each in zip(header["extents"], stripes, strict=True):
         whose = slice(at, at + each.pieces)
         extents.append(
             Kept(_text(label), each, _starts(starts, len(names)), slots[whose].copy(), records[whose].copy())
@@ -137,16 +145,18 @@ def _decoded(body: bytes) -> Commit:
         run=_text(header["run"], _TOKEN),
         identity=Identity(model, layout, words),
         names=names,
+        weights=weights,
         extents=tuple(extents),
         payload=body[len(body) - payload :],
     )
 
 
 def _stripes(extent: Any, drives: int) -> Stripes:
-    _, nbytes, piece_bytes, first, _ = extent
-    if _count(piece_bytes, 1 << 40) < 1 or _count(first, drives - 1) < 0:
-        raise ValueError(f"an extent has pieces of {piece_bytes} bytes from drive {first} on")
-    return Stripes(_count(nbytes), piece_bytes, drives, first)
+    _, nbytes, piece_bytes, phase, _, given = extent
+    weights = checked(given, drives)
+    if _count(piece_bytes, 1 << 40) < 1:
+        raise ValueError(f"an extent has pieces of {piece_bytes} bytes")
+    return Stripes(_count(nbytes), piece_bytes, weights, _count(phase, sum(weights) - 1))
 
 
 def _starts(starts: Any, drives: int) -> tuple[tuple[int, ...], ...]:

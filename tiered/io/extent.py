@@ -1,11 +1,15 @@
 """Extents: how many bytes, cut into which pieces, and where each piece lies on the drives.
 
-An extent is a run of bytes cut into pieces of `piece_bytes` (the last may be shorter). Piece i lies on drive
-(first + i) mod drives, in slot i div drives of that drive's range, so a large transfer keeps every drive busy:
+An extent is a run of bytes cut into pieces of `piece_bytes` (the last may be shorter). Drives have weights, small
+integers, and take pieces by a pattern that repeats and in which each comes as often as its weight, spread out evenly;
+`phase` is the place of piece 0 in it. So a large transfer keeps every drive busy, and for about as long:
 
-    pieces   0 1 2 3 4 5 6             two drives, first = 0
-    drive 0  0 2 4 6                   one contiguous range each
-    drive 1  1 3 5
+    pattern  0 0 1                     two drives of weights 2 and 1
+    pieces   0 1 2 3 4 5 6             phase = 1
+    drive 0  0 2 3 5 6                 one contiguous range each
+    drive 1  1 4
+
+With equal weights the pattern is 0, 1, ..., and pieces are dealt in turn.
 
 An extent with two slots has room for each piece twice. A write goes to the slot that the last commit does not name, so
 that what was committed stays as it is until the next commit:
@@ -18,13 +22,18 @@ becomes the contents by `take`, or is forgotten, which moves nothing.
     committed      A0 A1 A2      beside, of piece 1: B1     read: A0 A1 A2       take piece 1; read: A0 B1 A2
 
 Invariants: 1. The arithmetic of placement is in Stripes alone; ranges on a drive are whole blocks. 2. A piece of a slot
-that a commit names is not written. 3. What is taken was written beside what the extent holds.
-Leaves to drive.py which range a drive gives, and to swapfile.py every change of an extent's state.
+that a commit names is not written. 3. Of n consecutive pieces a drive has its share, n * weight / sum of weights, to
+less than two pieces; from the beginning of the pattern on to less than one. 4. What is taken was written beside what
+the extent holds.
+Leaves to weights.py where weights come from, to drive.py which range a drive gives, and to swapfile.py every change of
+an extent's state.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,14 +43,41 @@ from tiered.io.drive import BLOCK
 from tiered.io.engine import PieceState, Records, Submission
 
 
+class _Pattern(NamedTuple):
+    drives: tuple[int, ...]  # of each place
+    before: tuple[tuple[int, ...], ...]  # for each drive: how many places before each are its, the end included
+
+
+@functools.lru_cache(maxsize=256)
+def _pattern(weights: tuple[int, ...]) -> _Pattern:
+    """Each place goes to the drive whose next piece is due first, of those that are not ahead of their share.
+
+    Balinski and Young's quota method: no drive is ever a whole piece from its share, counted from the beginning.
+    """
+    whole, dealt = sum(weights), [0] * len(weights)
+    drives, before = [], [[0] for _ in weights]
+    for place in range(1, whole + 1):
+        behind = [drive for drive, weight in enumerate(weights) if dealt[drive] * whole < weight * place]
+        drive = min(behind, key=lambda drive: (dealt[drive] + 1) / weights[drive])
+        dealt[drive] += 1
+        drives.append(drive)
+        for counts, count in zip(before, dealt, strict=True):
+            counts.append(count)
+    return _Pattern(tuple(drives), tuple(map(tuple, before)))
+
+
 @dataclass(frozen=True, slots=True)
 class Stripes:
     """Where the pieces of an extent lie: the one place that knows the arithmetic."""
 
     nbytes: int
     piece_bytes: int
-    drives: int
-    first: int  # drive of piece 0
+    weights: tuple[int, ...]  # of each drive; see weights.py
+    phase: int  # place of piece 0 in the pattern, below the sum of the weights
+    _dealt: _Pattern = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_dealt", _pattern(self.weights))
 
     @property
     def pieces(self) -> int:
@@ -53,15 +89,21 @@ class Stripes:
 
     def place(self, piece: int) -> tuple[int, int]:
         """A piece's drive, and its offset in that drive's range."""
-        return (self.first + piece) % self.drives, piece // self.drives * self.piece_bytes
+        drive = self._dealt.drives[(self.phase + piece) % len(self._dealt.drives)]
+        return drive, self._count(drive, piece) * self.piece_bytes
 
     def span(self, drive: int) -> int:
         """Bytes of a drive's range, in whole blocks; 0 where no piece lies on it."""
-        last = self.pieces - 1 - (self.first + self.pieces - 1 - drive) % self.drives
-        if last < 0:
-            return 0
-        nbytes = self.place(last)[1] + self.size(last)
+        nbytes = self._count(drive, self.pieces) * self.piece_bytes
+        if nbytes and self.place(self.pieces - 1)[0] == drive:
+            nbytes += self.size(self.pieces - 1) - self.piece_bytes
         return -(-nbytes // BLOCK) * BLOCK
+
+    def _count(self, drive: int, piece: int) -> int:
+        """How many pieces before `piece` lie on a drive."""
+        rounds, place = divmod(self.phase + piece, len(self._dealt.drives))
+        before = self._dealt.before[drive]
+        return rounds * self.weights[drive] + before[place] - before[self.phase]
 
 
 @dataclass(slots=True, eq=False)

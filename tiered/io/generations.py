@@ -32,6 +32,7 @@ from tiered.io.drive import Drive
 from tiered.io.engine import RECORD, PieceState
 from tiered.io.errand import Errand
 from tiered.io.extent import Extent
+from tiered.io.weights import Weights
 
 Durability = Literal["process", "power"]
 _FILES = ("commit-0", "commit-1")
@@ -59,6 +60,8 @@ class Generations:
         self._serial = 0
         self._unsynced = True  # something fresh has been written
         self._marked = False  # the directories are known to have a generation
+        self.weights: Weights = ()
+        """How this run shares its pieces out over the drives; what is found says it, where something is."""
         self.left = False
         """It is to stay on the drives when the space is closed."""
         self.untouched = False
@@ -108,6 +111,8 @@ class Generations:
         if self.untouched:
             self._files = [RecordFile(self._claims[0].reopen(name), self._path(name)) for name in _FILES]
         self._found = [each for each in self._found if self._lies_there(each[0])]
+        if self._found:
+            self.weights = self._found[0][0].weights
 
     @property
     def path(self) -> str:
@@ -192,6 +197,7 @@ class Generations:
             run=self.run,
             identity=self.identity,
             names=tuple(claimed.name for claimed in self._claims),
+            weights=self.weights,
             extents=tuple(_kept(extent) for extent in extents),
             payload=payload,
         )

@@ -14,13 +14,13 @@ Invariants:
    answer still holds is left, by name: its threads, descriptors and directory.
 7. No transfer takes for ever: one that a drive does not finish within the limit is tried again if it is a read, and
    ends as a StorageError within twice the limit (patience.py).
+8. What a space goes on from keeps the layout it was committed with, however fast the drives are by now.
 
 Thread-safe. Leaves to the caller: keeping memory alive until a ticket is done, and what the bytes mean.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -36,12 +36,15 @@ from tiered.io.checksum import checksum
 from tiered.io.commit import Identity
 from tiered.io.directory import check
 from tiered.io.drive import BLOCK
-from tiered.io.engine import RECORD, Mode, Piece, PieceState, chosen_mode, usable
-from tiered.io.extent import Extent, Stripes
+from tiered.io.engine import RECORD, Counters, Mode, Piece, PieceState, chosen_mode, usable
+from tiered.io.extent import Extent
 from tiered.io.generations import Durability, Generations
+from tiered.io.probe import measured
 from tiered.io.resources import Resources
+from tiered.io.room import Room
 from tiered.io.share import share
 from tiered.io.transfer import Ticket, Transfer, TransferPart
+from tiered.io.weights import Weights, checked, equal
 
 __all__ = ["DriveStats", "Extent", "SwapSpace", "SwapStats", "Ticket"]
 _LOGGER = logging.getLogger("tiered")
@@ -59,6 +62,7 @@ class DriveStats:
     file_bytes: int  # preallocated, in use or free
     retries: int  # reads made once more, after a failure or as they were late: of a healthy drive 0
     stalls: int  # transfers that were late
+    weight: int = 1  # its share of what is swapped, beside the other drives' weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +87,11 @@ class SwapSpace:
         piece_bytes: what is moved and checked at once; a positive multiple of 4096.
         timeout_s: how long a drive may take over a piece before it is late; None: for ever.
         identity: whose generations are committed; None: nothing is. durability: see `generations`.
+        weights: of the drives, in proportion to their speeds: small whole numbers, 0 for one that only helps out where
+            the others are full. None: those of what a dead run has left, or else measured, in about 0.3 s (probe.py).
 
-    Raises ConfigError for impossible sizes, SwapDirectoryError naming the directory, SwapFullError where a drive is
-    full, StorageError where the system gives no threads or descriptors. Nothing is left behind after an error.
+    Raises ConfigError for impossible sizes and weights, SwapDirectoryError naming the directory, SwapFullError where a
+    drive is full, StorageError where the system gives no threads or descriptors. Nothing is left behind after an error.
     """
 
     def __init__(
@@ -98,8 +104,11 @@ class SwapSpace:
         timeout_s: float | None = 30.0,
         identity: Identity | None = None,
         durability: Durability = "process",
+        weights: Sequence[int] | None = None,
     ) -> None:
         _check_settings(directories, rank, threads, piece_bytes)
+        if weights is not None:
+            checked(weights, len(directories))
         if timeout_s is not None and not 0 < timeout_s < float("inf"):
             raise ConfigError(f"timeout_s: expected seconds above 0, or None, got {timeout_s}")
         for path in directories:
@@ -122,10 +131,27 @@ class SwapSpace:
             if self.generations is not None:
                 self.generations.attach(self._resources.drives)
             self._resources.patience.start()
+            self._room = Room(self._resources.drives, self._weigh(weights, threads), piece_bytes)
         except BaseException:
             self._resources.release()
             raise
         self._finalizer = weakref.finalize(self, self._resources.release_collected)
+
+    def _weigh(self, given: Sequence[int] | None, threads: int) -> Weights:
+        """The weights of what is allocated from now on, and what was moved to find them."""
+        drives, engines, found = self._resources.drives, self._resources.engines, self.generations
+        if given is not None:
+            weights = tuple(given)
+        elif len(drives) == 1:
+            weights = equal(1)
+        elif found is not None and found.untouched:  # nothing may be written there
+            weights = found.weights or equal(len(drives))
+        else:
+            weights = measured(drives, engines, threads=threads, piece_bytes=self._piece_bytes)
+        if found is not None:
+            found.weights = weights
+        self._before: list[Counters] = [engine.counters() for engine in engines]
+        return weights
 
     def __enter__(self) -> SwapSpace:
         return self
@@ -153,33 +179,17 @@ class SwapSpace:
         """
         if nbytes < 0:
             raise UsageError(f"an extent has at least 0 bytes, got {nbytes} for {label}")
-        drives = self._resources.drives
         usable(self._owner, closed=False)  # before the lock, which a fork may have left locked
         with self._lock:
             usable(self._owner, self._closed)
-            first = min(range(len(drives)), key=lambda index: drives[index].taken_bytes)
             kept = kept and self.generations is not None
             extent = self.generations.bind(label, nbytes, self._piece_bytes) if kept and self.generations else None
             if extent is None:
-                stripes = Stripes(nbytes, self._piece_bytes, len(drives), first)
-                slots = 2 if kept else 1
-                with contextlib.ExitStack() as undo:
-                    starts = tuple(self._take(stripes, undo) for _ in range(slots))
-                    records = np.zeros(stripes.pieces * slots, dtype=RECORD)  # all BLANK
-                    undo.pop_all()
-                extent = Extent(nbytes, label, stripes, starts, records, np.zeros(stripes.pieces, np.uint8))
+                pieces, slots = -(-nbytes // self._piece_bytes), 2 if kept else 1
+                records, where = np.zeros(pieces * slots, dtype=RECORD), np.zeros(pieces, np.uint8)  # all BLANK
+                extent = Extent(nbytes, label, *self._room.take(nbytes, slots), records, where)
             self._live[extent] = kept
         return extent
-
-    def _take(self, stripes: Stripes, undo: contextlib.ExitStack) -> tuple[int, ...]:
-        """A range on each drive for one slot."""
-        starts = []
-        for index, drive in enumerate(self._resources.drives):
-            span = stripes.span(index)
-            starts.append(drive.take(span) if span else 0)
-            if span:
-                undo.callback(drive.undo_take, starts[-1], span)
-        return tuple(starts)
 
     def free(self, extent: Extent) -> None:
         """Gives the extent's space to later allocations, after waiting for its transfers. Idempotent."""
@@ -194,10 +204,7 @@ class SwapSpace:
         with self._lock:
             if self._closed or extent.committed is not None:  # what is committed keeps its space to the end
                 return
-            for starts in extent.starts:
-                for index, drive in enumerate(self._resources.drives):
-                    if span := extent.stripes.span(index):
-                        drive.give_back(starts[index], span)
+            self._room.give_back(extent.stripes, extent.starts)
 
     # --- transfers ----------------------------------------------------------------------------------------------------
 
@@ -349,9 +356,9 @@ class SwapSpace:
             self._committing().revert([extent for extent, kept in self._live.items() if kept])
 
     def free_bytes(self) -> int:
-        """Bytes that can still be allocated, evenly over the drives."""
+        """Bytes that can still be allocated, as far as the drives say."""
         with self._lock:
-            return min(drive.room() for drive in self._resources.drives) * len(self._resources.drives)
+            return self._room.free_bytes()
 
     def _committing(self) -> Generations:
         if self.generations is None:
@@ -366,10 +373,18 @@ class SwapSpace:
         return sum(drive.nbytes for drive in self._resources.drives)
 
     def stats(self) -> SwapStats:
-        """What was moved so far, and what drives needed another try for; also after `close`."""
+        """What was moved so far, measuring apart, and what drives needed another try for; also after `close`."""
         resources = self._resources
         resources.patience.report()
-        counters = [engine.counters() for engine in resources.engines]
+        counters = [
+            dataclasses.replace(
+                count,
+                bytes_read=count.bytes_read - before.bytes_read,
+                bytes_written=count.bytes_written - before.bytes_written,
+                busy_seconds=count.busy_seconds - before.busy_seconds,
+            )
+            for count, before in zip([each.counters() for each in resources.engines], self._before, strict=True)
+        ]
         drives = tuple(
             DriveStats(
                 path=drive.path,
@@ -380,8 +395,9 @@ class SwapSpace:
                 file_bytes=drive.nbytes,
                 retries=count.retries,
                 stalls=count.stalls,
+                weight=weight,
             )
-            for drive, count in zip(resources.drives, counters, strict=True)
+            for drive, count, weight in zip(resources.drives, counters, self._room.weights, strict=True)
         )
         return SwapStats(
             self.mode,

@@ -19,7 +19,7 @@ class Plan:
 
 
 def window(future: Iterable[int], sizes: Mapping[int, int], capacity: int) -> tuple[list[int], list[int]]:
-    """The distinct pages used next, in order of first use, as many as `capacity` bytes hold; and the next one, if seen."""
+    """The distinct pages used next, in order of first use, as many as `capacity` holds; and the next one, if seen."""
     seen: dict[int, None] = {}
     total = repeats = 0
     for page in future:
