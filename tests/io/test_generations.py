@@ -90,6 +90,98 @@ def test_what_was_committed_comes_back_whatever_was_written_since(folders: list[
     assert [list(folder.iterdir()) for folder in folders] == [[], []]
 
 
+def put_beside(space: SwapSpace, extent: Extent, value: int, offset: int = 0, nbytes: int = NBYTES) -> None:
+    memory = Memory(NBYTES, committed=True)
+    memory.bytes.fill_(value)
+    space.write_beside(extent, memory.address, nbytes, offset).wait()
+
+
+def test_a_candidate_is_seen_when_it_is_taken_and_lasts_when_it_is_committed(folders: list[Path]) -> None:
+    space, extent = begun(folders)
+    put(space, extent, 1)
+    space.commit(b"one")
+    put_beside(space, extent, 2)
+    assert got(space, extent) == [1] * 6
+    space.take(extent, 2 * PIECE, PIECE)
+    assert got(space, extent) == [1, 2, 2, 1, 1, 1]
+    space.commit(b"two")
+    assert got(space, extent) == [1, 2, 2, 1, 1, 1]
+    put(space, extent, 3)
+    space.revert()
+    assert got(space, extent) == [1, 2, 2, 1, 1, 1]
+    abandoned(space)
+    again = opened(folders)
+    again.generations.choose(2, "1" * 16, 2)
+    extent = again.allocate(NBYTES, "states", kept=True)
+    again.revert()
+    assert got(again, extent) == [1, 2, 2, 1, 1, 1]
+    again.close()
+
+
+def test_a_candidate_that_nobody_took_is_not_there_for_the_next_run(folders: list[Path]) -> None:
+    space, extent = begun(folders)
+    put(space, extent, 1)
+    space.commit(b"one")
+    put_beside(space, extent, 2)
+    abandoned(space)
+    again = opened(folders)
+    again.generations.choose(1, "1" * 16, 1)
+    extent = again.allocate(NBYTES, "states", kept=True)
+    again.revert()
+    assert got(again, extent) == [1] * 6
+    again.close()
+
+
+@pytest.mark.parametrize("change", ["write", "write and commit", "revert", "take"])
+def test_a_candidate_for_contents_that_have_changed_cannot_be_taken(change: str, folders: list[Path]) -> None:
+    space, extent = begun(folders)
+    put(space, extent, 1)
+    space.commit(b"one")
+    put_beside(space, extent, 2)
+    if change == "revert":
+        space.revert()
+    elif change == "take":
+        space.take(extent, NBYTES)
+    else:
+        put(space, extent, 3, PIECE, PIECE)
+        if change == "write and commit":
+            space.commit(b"two")
+    before = got(space, extent)
+    with pytest.raises(UsageError, match="no longer holds"):
+        space.take(extent, NBYTES)
+    assert got(space, extent) == before
+    space.close()
+
+
+def test_nothing_is_written_beside_what_is_not_committed_or_has_one_slot_or_while_it_is_written(
+    folders: list[Path],
+) -> None:
+    from bad_drives import bad_drives  # not for the program that is made of this file
+
+    space, extent = begun(folders)
+    memory = Memory(NBYTES, committed=True)
+    with pytest.raises(UsageError, match="not committed"):
+        space.write_beside(extent, memory.address, NBYTES)
+    put(space, extent, 1)
+    with pytest.raises(UsageError, match="not committed"):
+        space.write_beside(extent, memory.address, NBYTES)
+    space.commit(b"one")
+    lone = space.allocate(NBYTES, "gradients")
+    with pytest.raises(UsageError, match="not committed"):
+        space.write_beside(lone, memory.address, NBYTES)
+    with bad_drives() as drives:
+        stall = drives.stall()
+        drives.rule = lambda call: stall if call.write else None
+        ticket = space.write_beside(extent, memory.address, NBYTES)
+        for write in (space.write, space.write_beside):
+            with pytest.raises(UsageError, match="is being written"):
+                write(extent, memory.address, NBYTES)
+        assert got(space, extent) == [1] * 6, "reading what is there goes on beside it"
+        drives.release()
+        ticket.wait()
+    space.close()
+
+
 @pytest.mark.parametrize("durability", ["process", "power"])
 def test_the_next_space_offers_the_last_two_generations_and_goes_on_from_either(
     folders: list[Path], durability: Any
