@@ -56,6 +56,18 @@ def test_on_one_cpu_compute_and_update_add_up(monkeypatch: pytest.MonkeyPatch) -
     assert last.stall_seconds == {"fetch": 3.0}
 
 
+def test_a_drive_that_becomes_slower_is_measured_by_what_it_can_do_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
+    recorder = run.make()
+    recorder.step()
+    for busy in [1.0] * 3 + [3.0] * 16:
+        run.moves(0, 300 * MIB, 0, busy)
+        run.step(recorder, 4.0, fetch=3.5)
+    assert recorder.last is not None
+    assert recorder.last.terms["drive drive0"] == pytest.approx(3.0)
+    assert recorder.drives()[0].bytes_per_s == pytest.approx(100 * MIB)
+
+
 def test_beside_a_device_each_resource_has_a_term_of_its_own_and_waiting_for_the_device_is_its_computing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

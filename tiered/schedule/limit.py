@@ -7,7 +7,8 @@
 (The step's lower bound of the offloading literature, as in ZeRO-Infinity, SC 2021, section 4.) A step goes from one
 `optimizer.step()` to the next. Compute is what a step spends neither waiting nor updating, at least: the fewest seconds
 of recent steps count, so that work which slows computation down does not raise the bound. A drive's rate is the most
-bytes, both ways together, that it has moved in a second of a step with something in flight.
+bytes, both ways together, that it has moved in a second with something in flight, by the best of recent steps: a drive
+that has become slower is measured by what it can do now.
 
 Invariants:
 1. What a bound is made of errs towards too low: a share of it is never too good, but for rates that were never reached.
@@ -75,7 +76,7 @@ class Recorder:
         self._before: _Account | None = None
         self._first: _Account | None = None
         self._compute: collections.deque[float] = collections.deque(maxlen=_RECENT)
-        self._rates: dict[str, float] = {}
+        self._rates: dict[str, collections.deque[float]] = {}
         self._bound = 0.0
         self._steps = 0
         self._terms: collections.Counter[str] = collections.Counter()
@@ -133,7 +134,7 @@ class Recorder:
                     path=drive.path,
                     read_bytes=(drive.read - was.read) / self._steps,
                     written_bytes=written / self._steps,
-                    bytes_per_s=self._rates.get(drive.path),
+                    bytes_per_s=max(self._rates[drive.path]) if drive.path in self._rates else None,
                     endurance_days=days,
                 )
             )
@@ -160,9 +161,9 @@ class Recorder:
         for was, drive in zip(before.drives, now.drives, strict=True):
             nbytes, busy = drive.read + drive.written - was.read - was.written, drive.busy_s - was.busy_s
             if nbytes >= _LEAST and busy > 0:
-                self._rates[drive.path] = max(self._rates.get(drive.path, 0.0), nbytes / busy)
+                self._rates.setdefault(drive.path, collections.deque(maxlen=_RECENT)).append(nbytes / busy)
             if drive.path in self._rates:
-                terms[f"drive {drive.path}"] = nbytes / self._rates[drive.path]
+                terms[f"drive {drive.path}"] = nbytes / max(self._rates[drive.path])
         binding = max(terms, key=lambda name: terms[name])
         return StepLimit(
             seconds=seconds, bound_s=min(seconds, terms[binding]), binding=binding, terms=terms, stall_seconds=stalls
