@@ -6,6 +6,7 @@
     probe       how fast drives are beside each other
     room        which drives a new extent lies on, and how much there is
     transfer    what its reads and writes return: tickets
+    totals      what a space has moved on each drive
     share       how another file comes to have an extent's bytes without a copy
     drive       one drive's file: descriptors, direct I/O, which byte ranges are free
     directory   who owns a swap directory, and what a dead owner left behind

@@ -27,7 +27,6 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -43,38 +42,12 @@ from tiered.io.probe import measured
 from tiered.io.resources import Resources
 from tiered.io.room import Room
 from tiered.io.share import share
+from tiered.io.totals import DriveStats, SwapStats, totals
 from tiered.io.transfer import Ticket, Transfer, TransferPart
 from tiered.io.weights import Weights, checked, equal
 
 __all__ = ["DriveStats", "Extent", "SwapSpace", "SwapStats", "Ticket"]
 _LOGGER = logging.getLogger("tiered")
-
-
-@dataclass(frozen=True, slots=True)
-class DriveStats:
-    """One directory's totals: its swap file, whether I/O is direct, bytes moved, seconds with I/O in flight."""
-
-    path: str
-    direct: bool
-    bytes_read: int
-    bytes_written: int
-    busy_seconds: float
-    file_bytes: int  # preallocated, in use or free
-    retries: int  # reads made once more, after a failure or as they were late: of a healthy drive 0
-    stalls: int  # transfers that were late
-    weight: int = 1  # its share of what is swapped, beside the other drives' weights
-
-
-@dataclass(frozen=True, slots=True)
-class SwapStats:
-    """A snapshot of a swap space; totals are sums over `drives`, in the order the directories were given."""
-
-    mode: Mode
-    bytes_read: int
-    bytes_written: int
-    retries: int
-    stalls: int
-    drives: tuple[DriveStats, ...]
 
 
 class SwapSpace:
@@ -374,39 +347,8 @@ class SwapSpace:
 
     def stats(self) -> SwapStats:
         """What was moved so far, measuring apart, and what drives needed another try for; also after `close`."""
-        resources = self._resources
-        resources.patience.report()
-        counters = [
-            dataclasses.replace(
-                count,
-                bytes_read=count.bytes_read - before.bytes_read,
-                bytes_written=count.bytes_written - before.bytes_written,
-                busy_seconds=count.busy_seconds - before.busy_seconds,
-            )
-            for count, before in zip([each.counters() for each in resources.engines], self._before, strict=True)
-        ]
-        drives = tuple(
-            DriveStats(
-                path=drive.path,
-                direct=drive.direct,
-                bytes_read=count.bytes_read,
-                bytes_written=count.bytes_written,
-                busy_seconds=count.busy_seconds,
-                file_bytes=drive.nbytes,
-                retries=count.retries,
-                stalls=count.stalls,
-                weight=weight,
-            )
-            for drive, count, weight in zip(resources.drives, counters, self._room.weights, strict=True)
-        )
-        return SwapStats(
-            self.mode,
-            sum(count.bytes_read for count in counters),
-            sum(count.bytes_written for count in counters),
-            sum(count.retries for count in counters),
-            sum(count.stalls for count in counters),
-            drives,
-        )
+        self._resources.patience.report()
+        return totals(self._resources.drives, self._resources.engines, self._room.weights, self._before)
 
     def close(self) -> None:
         """Waits for I/O, removes the files and directories and gives up the locks. Idempotent.
