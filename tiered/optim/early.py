@@ -213,7 +213,7 @@ class EarlyUpdate:
                 group = self._groups[index]
                 same = index in self._computed and index not in self._touched and self._fit(group)
                 same = same and grad_scale == self._by and plan.segments.get(index) == segments
-                same = same and all(self._store.beside(block) for block in _written(group))
+                same = same and all(block.place.beside.all() for block in _written(group))
                 if same and self._evict(group):
                     kept.append(group)
                 else:

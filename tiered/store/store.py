@@ -252,10 +252,6 @@ class TieredStore:
         """A candidate may be written beside the block: it is on a drive, as it was committed."""
         return block.update is None and block.state is BlockState.NVME and block.place.settled
 
-    def beside(self, block: Block) -> bool:
-        """There is a candidate for all of the `settled` block."""
-        return bool(block.place.beside.all())
-
     def write_beside(self, block: Block, memory: Memory, *, at: int, offset: int, nbytes: int) -> Ticket:
         """As `write`, of a `settled` block, which holds what it held until `take`."""
         nbytes = self._span(block, memory, at, offset, nbytes)
