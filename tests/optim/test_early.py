@@ -10,6 +10,7 @@ import pytest
 import torch
 from bad_drives import Error, bad_drives
 from stepping import BETWEEN, LAYERS, WIDTH, Between, Net, Trained, backward, training
+from torch import nn
 
 import tiered
 from tiered.zero.model import MODEL_ATTRIBUTE
@@ -309,3 +310,46 @@ def test_after_a_step_every_buffer_is_back(swap: Path, monkeypatch: pytest.Monke
         assert tiered.stats(trained.model).staging_buffers == 0
         assert trained.kept > 0
     assert isinstance(trained.model, Net)
+
+
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+def test_a_group_somebody_has_a_view_of_needs_no_staging_beside_that_of_the_others(
+    overlap: str, swap: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is updated at once, and in the same slots: all the staging there is may be theirs."""
+    ran = []
+    for place, more in (("", {"host_budget": "64MiB"}), ("drive", {"host_budget": "700KiB", "overlap": overlap})):
+        with training(swap, monkeypatch, place, **more) as trained:
+            trained.optimizer.max_grad_norm = None
+            seen: list[Any] = []
+            for seed in range(6):
+                seen.append(backward(trained.model, seed))
+                view = trained.model.layers[3].bias.grad if seed >= 3 else None
+                trained.optimizer.step()
+                trained.optimizer.zero_grad()
+                del view
+            ran.append([*seen, *all_of(trained)])
+    assert_equal(*ran)
+
+
+def test_a_larger_group_that_begins_to_train_gets_slots_it_fits_in(tmp_path: Path) -> None:
+    ran = []
+    for overlap in ("none", "backward"):
+        (swap := tmp_path / overlap).mkdir()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)), nn.Linear(16, 20000)).requires_grad_(True)
+        model[4].requires_grad_(False)
+        tiers = {"param_tier": "nvme", "optimizer_tier": "nvme"}
+        config = tiered.Config(device="cpu", host_budget="32MiB", nvme=swap, overlap=overlap, **tiers)  # type: ignore[arg-type]
+        with tiered.shard(model, config):
+            optimizer = tiered.AdamW(model.parameters(), lr=1e-2)
+            for step in range(6):
+                if step == 3:
+                    model[4].requires_grad_(True)
+                model(torch.full((2, 16), 0.1 * step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            ran.append([value.clone() for value in model.state_dict().values()])
+            early = getattr(model, MODEL_ATTRIBUTE).early
+            assert (early.kept > 0) if early is not None else overlap == "none"
+    assert_equal(*ran)

@@ -18,6 +18,7 @@ from tiered.optim.early import EarlyUpdate, work
 from tiered.optim.lazy import LazyUpdate, waits
 from tiered.optim.plan import StepPlan, within
 from tiered.optim.slots import Chunk
+from tiered.store.tier import Tier
 from tiered.zero.model import ShardedModel
 
 
@@ -60,11 +61,20 @@ def apply(
     here = [g for g in here if g not in kept]
     lazily = not apart and model.config.overlap not in ("none", "prefetch")
     later = [g for g in here if lazily and waits(g) and not model.grads[g.index].viewed()]
-    lazy = None
-    if later or slots is not None:
-        lazy = LazyUpdate(model, work(model, later), change, step.updated, kept=kept, slots=slots)
+    now = [g for g in here if g not in later]
+    lazy, shared = None, []
+    if later or slots is not None:  # what has to be moved now goes through the same slots
+        shared = [g for g in now if any(block.home is Tier.NVME for block in g.blocks.values())]
+        coming = work(model, [*shared, *later])
+        if slots is not None and not slots.serves(coming):  # groups have begun to train since
+            slots.__exit__()
+            slots = None
+        lazy = LazyUpdate(model, coming, change, step.updated, kept=kept, slots=slots)
     try:
-        for part in step.parts([g for g in here if g not in later]):
+        if lazy is not None:
+            for group in shared:
+                lazy.compute(group)
+        for part in step.parts([g for g in now if g not in shared]):
             run = pipeline.Run(model.runtime.store, model.runtime.meter, work(model, part), change, step.updated)
             run.finish()
         begin()

@@ -75,14 +75,13 @@ class LazyUpdate:
         """From now on it happens when it is needed; `over`: called once when all is written."""
         self._over = over
         self._model.lazy = self
+        self._settling |= {group.index: group for group in self._kept}
         for group in self._waiting.values():
             group.lazy = self
-            for block in group.blocks.values():
-                block.update = functools.partial(self.settle, group, block)
-        for group in self._kept:  # whose gradients nobody needs any more
-            self._settling[group.index] = group
+        for group in self._settling.values():
             for kind, block in group.blocks.items():
-                block.update = functools.partial(self.settle, group, block) if kind != "grad" else None
+                if kind != "grad" or group.index in self._waiting:  # else nobody needs gradients any more
+                    block.update = functools.partial(self.settle, group, block)
         self._go(self._run.read_ahead)
 
     def compute(self, group: ParamGroup, into: Buffer | None = None) -> None:

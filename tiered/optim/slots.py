@@ -112,7 +112,7 @@ class Slots:
         if self._all:
             return self
         room = self._store.room()  # more than the fewest slots are not worth evicting anything
-        while (need := self._slot_bytes(self.chunk)) * PIPELINE_SLOTS > room and self.chunk > CHUNK_ALIGN:
+        while (need := _slot_bytes(self._work, self.chunk)) * PIPELINE_SLOTS > room and self.chunk > CHUNK_ALIGN:
             self.chunk //= 2
         if self._hint and need * PIPELINE_SLOTS > room:
             raise BudgetError(f"{room} bytes are too few for what only hints")
@@ -135,6 +135,11 @@ class Slots:
         for memory in self._all:
             self._store.unstage(memory)
         self._all = []
+
+    def serves(self, work: Sequence[Work]) -> bool:
+        """The slots that were taken are large enough for `work`, too."""
+        held = min((memory.nbytes for memory in self._all), default=0)
+        return _slot_bytes(work, self.chunk) <= held
 
     def available(self, *, wait: bool) -> bool:
         """Whether a slot is free; `wait`: make one free by waiting for the oldest writes."""
@@ -238,14 +243,15 @@ class Slots:
             ticket.wait()
         self._tickets = [t for t in self._tickets if t not in finished]
 
-    def _slot_bytes(self, chunk: int) -> int:
-        """Bytes of a slot that takes any chunk even after every cached block has gone: taking slots may evict them."""
-        most = 0
-        for group, arrays in self._work:
-            part = min(chunk, group.spec.shard_numel)
-            staged = moving(Chunk(group, arrays, 0, part))
-            most = max(most, sum(page_ceil(part * a.dtype.itemsize) for a in staged))
-        return most
+
+def _slot_bytes(work: Sequence[Work], chunk: int) -> int:
+    """Bytes of a slot that takes any chunk even after every cached block has gone: taking slots may evict them."""
+    most = 0
+    for group, arrays in work:
+        part = min(chunk, group.spec.shard_numel)
+        staged = moving(Chunk(group, arrays, 0, part))
+        most = max(most, sum(page_ceil(part * a.dtype.itemsize) for a in staged))
+    return most
 
 
 def _present(memory: Memory | None) -> Memory:
