@@ -107,8 +107,10 @@ class EarlyUpdate:
     # --- backward ---
 
     def touched(self, group: ParamGroup) -> None:
-        """The group's gradients change, or may: somebody has a view."""
+        """The group's gradients change, or may: somebody has a view. Nothing reads them on return."""
         self._touched.add(group.index)
+        if group.index in self._planned and group.index not in self._computed and not self._busy:
+            self.forget()
 
     def arrived(self, group: ParamGroup) -> None:
         """One more of the group's gradients is complete."""
