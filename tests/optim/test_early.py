@@ -353,3 +353,32 @@ def test_a_larger_group_that_begins_to_train_gets_slots_it_fits_in(tmp_path: Pat
             early = getattr(model, MODEL_ATTRIBUTE).early
             assert (early.kept > 0) if early is not None else overlap == "none"
     assert_equal(*ran)
+
+
+@pytest.mark.parametrize("training_on", [False, True])
+def test_a_step_of_which_everything_was_kept_is_committed_by_the_next_forward(
+    training_on: bool, swap: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with training(
+        swap, monkeypatch, "drive", **{**DRIVE, "host_budget": "64MiB", "device_budget": "120KiB"}
+    ) as trained:
+        inside = getattr(trained.model, MODEL_ATTRIBUTE)
+        inside.early._balance.share = 1.0
+        trained.optimizer.max_grad_norm = None
+        whole = 0
+        for seed in range(12):
+            before = trained.kept
+            trained.step(seed)
+            trained.optimizer.zero_grad()
+            if trained.kept - before == len(inside.groups):
+                whole += 1
+                assert trained.lazy
+                if training_on:
+                    trained.model(torch.ones(2, WIDTH))
+                else:
+                    with torch.no_grad():
+                        trained.model(torch.ones(2, WIDTH))
+                assert not trained.lazy, "a kill would lose the step still"
+            for group in inside.groups:  # so that all can be kept
+                inside.executor.evict(group)
+        assert whole > 0

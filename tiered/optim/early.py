@@ -132,6 +132,8 @@ class EarlyUpdate:
 
     def _queue(self, group: ParamGroup) -> None:
         model = self._model
+        if model.lazy is not None and model.lazy.computed:
+            model.lazy.finish()
         if model.failure is not None or group.index in self._planned or not self._fit(group):
             return
         total = sum(each.spec.shard_numel for each in self._groups.values())
@@ -148,8 +150,6 @@ class EarlyUpdate:
 
     def _begin(self) -> bool:
         model = self._model
-        if model.lazy is not None and model.lazy.computed:
-            model.lazy.finish()
         optimizer = self._optimizer()
         self._by = None if optimizer is None else optimizer.expected_scale()
         if optimizer is None or self._by is None or model.lazy is not None:

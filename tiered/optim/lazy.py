@@ -70,6 +70,7 @@ class LazyUpdate:
             if group.spec.shard_numel:
                 self._waiting[group.index] = self._settling[group.index] = group
         self._kept = list(kept)
+        self._unused = {group.index for group in kept}  # since the step
 
     def begin(self, over: Callable[[], object]) -> None:
         """From now on it happens when it is needed; `over`: called once when all is written."""
@@ -108,6 +109,9 @@ class LazyUpdate:
         if block.update is not None:
             self._go(functools.partial(self._run.written, block))
             self._model.runtime.store.updated(block)
+        self._unused.discard(group.index)
+        if not self._waiting and not self._unused:
+            self.finish()
 
     def finish(self) -> None:
         """All of it is computed, written and committed on return."""
