@@ -264,7 +264,7 @@ def test_a_step_that_fails_half_way_is_as_if_it_had_not_been_and_the_next_run_ta
 
     with monkeypatch.context() as patch:
         patch.setattr(tiered.optim.update, "on_host", failing)
-        ended(settings("cpu", swap), STEPS)
+        ended({**settings("cpu", swap), "overlap": "forward"}, STEPS)  # before a step an update only hints
     start, _, got = run(settings("cpu", swap))
     assert 0 < start < STEPS
     same(got, want)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import time
 import weakref
 from collections.abc import Iterable, Mapping
@@ -31,6 +32,7 @@ from typing import Any, Protocol
 import torch
 
 from tiered.device.interrupt import uninterrupted
+from tiered.errors import StorageError
 from tiered.optim import pipeline, update
 from tiered.optim.kernels import Segment
 from tiered.optim.plan import Member, StepPlan, by_group, plan_group, within
@@ -41,6 +43,7 @@ from tiered.zero.group import ParamGroup
 from tiered.zero.home import ParamHome
 from tiered.zero.model import ShardedModel
 
+_LOGGER = logging.getLogger("tiered")
 _LONGEST_PAUSE = 64  # steps
 
 
@@ -125,7 +128,10 @@ class EarlyUpdate:
                 if self._arrivals[group.index] == self._last.get(group.index):
                     self._queue(group)
                 self._pump()
-            except Exception:  # whatever it is, whoever needs those states will be told
+            except (StorageError, MemoryError):  # whoever needs those states, or memory, is told
+                self.forget()
+            except Exception:
+                _LOGGER.warning("an update could not be computed before its step", exc_info=True)
                 self.forget()
             finally:
                 self._busy = False
