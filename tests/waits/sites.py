@@ -25,7 +25,10 @@ VERBS = {
     *("abandon", "drain", "order", "quiet", "settle", "settled", "wait"),
     *("synchronize", "wait_event", "wait_stream"),  # of torch.cuda
 }
-BESIDE = ("cli/", "device/emulated.py")  # the command waits for nothing, and the emulation is what the tests run on
+BESIDE = (  # the command waits for nothing, the emulation is what the tests run on, a simulation has a clock of its own
+    *("cli/", "device/emulated.py", "schedule/clock.py", "schedule/optimum.py", "schedule/simulate.py"),
+    "schedule/updates.py",
+)
 VARIABLE = "MISSING"
 
 
