@@ -2,13 +2,14 @@
 chains beside the best ones there are.
 
 What the simulation is given is measured in runs that are not judged: computing on the host alone, at each batch, and
-three runs of half the layers on the drive. Each run is a process of its own (`--child`). A step in which other
+four runs of half the layers with the drive. Each run is a process of its own (`--child`). A step in which other
 processes had more than `BUSY` of a core is left out; a run goes on until enough steps are left.
 """
 
 import dataclasses
 import itertools
 import json
+import math
 import os
 import random
 import resource
@@ -33,7 +34,7 @@ from tiered.schedule.simulate import predict
 from tiered.store.tier import Tier
 
 CONTEXT = 128
-BUSY = 0.15  # of a core, by others
+BUSY = 0.1  # of a core, by others
 TICK = os.sysconf("SC_CLK_TCK")
 Figures = dict[str, Any]
 
@@ -75,6 +76,9 @@ CALIBRATING = {
     "half on the drive, none": Setting(config=drive("none", "360MiB"), layers=4),
     "half on the drive, prefetch": Setting(config=drive("prefetch", "360MiB"), layers=4),
     "half on the drive, forward": Setting(config=drive("forward", "360MiB"), layers=4),
+    "half of the states there, forward": Setting(
+        config={**STATES, "host_budget": "616MiB", "overlap": "forward"}, layers=4
+    ),
 }
 
 
@@ -98,7 +102,7 @@ def child(name: str, folder: Path, steps: int) -> Figures:
             and len(taken) < setting.warm + 3 * steps
         ):
             taken.append(one_step(model, optimizer, text))
-        found = {**parts(model), "steps": taken, "warm": setting.warm, "copy_s_per_byte": copying()}
+        found = {**parts(model), "steps": taken, "warm": setting.warm}
         tiered.close(model, keep_weights=False)
         return {**found, "spans": spans(trace)}
 
@@ -110,6 +114,7 @@ def one_step(model: torch.nn.Module, optimizer: Any, text: torch.Tensor) -> Figu
     marks.append(time.perf_counter())
     loss.backward()
     marks.append(time.perf_counter())
+    before_step = waited(model)
     optimizer.step()
     optimizer.zero_grad()
     marks.append(time.perf_counter())
@@ -117,7 +122,9 @@ def one_step(model: torch.nn.Module, optimizer: Any, text: torch.Tensor) -> Figu
     names = ("forward_s", "backward_s", "step_s")
     each = {name: marks[i + 1] - marks[i] for i, name in enumerate(names)}
     taken = {"seconds": seconds, **each, "others": (others() - busy) / seconds}
-    return {**taken, "waited_s": waited(model) - stalled, "moved_bytes": on_drive(model) - moved}
+    now = waited(model)
+    taken |= {"waited_s": now - stalled, "step_waited_s": now - before_step}
+    return {**taken, "moved_bytes": on_drive(model) - moved}
 
 
 def waited(model: torch.nn.Module) -> float:
@@ -201,7 +208,7 @@ def measured(name: str, folder: Path, steps: int) -> Figures:
         late = range(warm, len(found["steps"]))
         quiet = sorted(sorted(late, key=lambda i: found["steps"][i]["others"])[:steps])
     found["quiet"] = quiet
-    for key in ("seconds", "forward_s", "backward_s", "step_s", "waited_s", "moved_bytes", "others"):
+    for key in found["steps"][0]:
         found[key] = statistics.median(found["steps"][i][key] for i in quiet)
     # a timeline's steps go from one optimizer step to the next: the one that begins in step i is mostly step i + 1
     spans = {name: [each[i - 1] for i in quiet if 0 < i <= len(each)] for name, each in found["spans"].items()}
@@ -233,7 +240,7 @@ def shape_of(run: Figures, host: Figures, overlap: str) -> Shape:
 def solved(low: float, high: float, target: float, figure: Callable[[float], float]) -> float:
     """The argument between `low` and `high` with which a figure that grows with it is `target`; the nearer end, where
     none is."""
-    for _ in range(30):
+    for _ in range(16):
         middle = (low + high) / 2
         low, high = (middle, high) if figure(middle) < target else (low, middle)
     return (low + high) / 2
@@ -241,15 +248,15 @@ def solved(low: float, high: float, target: float, figure: Callable[[float], flo
 
 def calibrated(runs: dict[str, Figures]) -> Costs:
     """What this machine's parts cost, each from the run in which it alone is not known yet: computing, updates and
-    steps on the host alone; fetches and chunks on demand; what fetches take of computing from those ahead; what chunks
-    take of it, and what it leaves to the drive, from updates under forward."""
+    steps on the host alone; uses, fetches and chunks on demand; what fetches take of computing from those ahead; what
+    chunks take of it, and what it leaves to the drive, from updates of states under forward; what is handed over there
+    from those of parameters too."""
     host = runs["host, batch of 2"]  # its first layers are those of half the model
     none, prefetch, forward = (runs[f"half on the drive, {way}"] for way in ("none", "prefetch", "forward"))
     costs = Costs(
         drive_bytes_per_s=4e9,
         fetch_bytes_per_s=2.5e9,
         update_s_per_element=host["spans"]["update"] / sum(group["elements"] for group in host["groups"]),
-        copy_s_per_byte=host["copy_s_per_byte"],
         step_s=max(0.0, host["step_s"] - host["spans"]["update"]),
     )
 
@@ -263,25 +270,28 @@ def calibrated(runs: dict[str, Figures]) -> Costs:
 
         return with_it(solved(*ends, measured, lambda x: of(predict(shape, with_it(x)))))
 
-    costs = fit(none, "none", "fetch_bytes_per_s", (1e-10, 4e-9), lambda s: s.forward_s + s.backward_s)
-    costs = fit(none, "none", "drive_bytes_per_s", (1e-10, 4e-9), lambda s: s.step_s)
-    most = 0.9 / costs.fetch_bytes_per_s
-    costs = fit(prefetch, "prefetch", "fetch_cpu_s_per_byte", (0, most), lambda s: s.forward_s + s.backward_s)
-    most = 0.9 / costs.drive_bytes_per_s
-    for _ in range(4):
-        costs = fit(forward, "forward", "io_cpu_s_per_byte", (0, most), lambda s: s.seconds - s.waited_s)
-        costs = fit(forward, "forward", "beside", (1, 10), lambda s: s.seconds)
+    def on_demand() -> Costs:
+        return fit(none, "none", "drive_bytes_per_s", (1.25e-10, 2e-9), lambda s: s.step_s)
+
+    for _ in range(3):
+        costs = fit(none, "none", "use_s", (0, 0.02), lambda s: s.seconds - s.step_s - s.waited_s + s.step_waited_s)
+        costs = fit(none, "none", "chunk_s", (0, 0.005), lambda s: s.step_s - s.step_waited_s)
+        costs = fit(none, "none", "fetch_bytes_per_s", (1e-10, 4e-9), lambda s: s.forward_s + s.backward_s)
+        costs = on_demand()
+        most = 0.9 / costs.fetch_bytes_per_s
+        costs = fit(prefetch, "prefetch", "fetch_cpu_s_per_byte", (0, most), lambda s: s.forward_s + s.backward_s)
+    states, found = runs["half of the states there, forward"], []
+    shape = shape_of(states, host, "forward")
+    for beside, taken in itertools.product((0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0), range(0, 26, 2)):
+        if taken * 1e-11 * beside * 8e9 < 1:  # both at once, as neither means much without the other
+            costs = dataclasses.replace(costs, beside=beside, io_cpu_s_per_byte=taken * 1e-11, drive_bytes_per_s=4e9)
+            costs = on_demand()
+            told = predict(shape, costs)
+            off = (told.seconds - states["seconds"], told.waited_s - states["waited_s"])
+            found.append((math.hypot(*off), costs))
+    costs = min(found, key=lambda each: each[0])[1]
+    costs = fit(forward, "forward", "copy_s_per_byte", (0, 2e-9), lambda s: s.seconds)
     return costs
-
-
-def copying() -> float:
-    """Seconds of a byte that is copied into new memory."""
-    source, seconds = torch.ones(12 << 20, dtype=torch.float32), []
-    for _ in range(7):
-        begun = time.perf_counter()
-        torch.empty_like(source).copy_(source)
-        seconds.append(time.perf_counter() - begun)
-    return statistics.median(seconds) / source.nbytes
 
 
 def simulate(folder: Path, steps: int, rounds: int = 3) -> Figures:
@@ -316,7 +326,8 @@ def compare(runs: dict[str, Figures], names: list[str]) -> Figures:
         )
     errors = [abs(row["error"]) for row in found.values()]
     print(f"largest error {max(errors):.1%}, median {statistics.median(errors):.1%}")
-    return {"costs": dataclasses.asdict(costs), "settings": found}
+    known = {name: {key: value for key, value in runs[name].items() if key != "steps"} for name in CALIBRATING}
+    return {"costs": dataclasses.asdict(costs), "calibrating": known, "settings": found}
 
 
 # --- executed beside the optimum ---

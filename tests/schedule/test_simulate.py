@@ -42,8 +42,15 @@ def steady(shape: Shape, **costs: float) -> StepTime:
 @pytest.mark.parametrize("overlap", ["none", "prefetch", "forward", "backward"])
 def test_in_memory_a_step_is_what_it_computes(overlap: Overlap) -> None:
     step = steady(chain(4, 4, overlap, page=0, states=0), update_s_per_element=1e-8, use_s=0.01, step_s=0.1)
-    assert step.seconds == pytest.approx(4 * (1 + 2 + 0.25 + 2 * 0.01) + 0.1)
+    assert step.seconds == pytest.approx(4 * (1 + 2 + 0.25) + 0.1)
     assert step.waited_s == step.moved_bytes == 0
+
+
+def test_what_uses_and_chunks_cost_is_added() -> None:
+    shape = chain(2, 2, "none", forward=0, backward=0)
+    chunks = 2 * -(-25_000_000 // shape.chunk_elements)
+    step = steady(shape, use_s=0.01, chunk_s=0.02)
+    assert step.seconds - step.waited_s == pytest.approx(4 * 0.01 + chunks * 0.02)
 
 
 def test_what_stays_in_the_window_is_fetched_once_and_never_again() -> None:

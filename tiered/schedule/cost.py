@@ -36,7 +36,8 @@ class Costs:
         meanwhile.
     update_s_per_element: of an update whose bytes are there.
     copy_s_per_byte: of what an update hands over to a page, whose memory is new.
-    use_s: of a use of a group beside computing. step_s: of an optimizer step beside updates.
+    use_s: of a use of a group that moves, beside computing. chunk_s: of a chunk that moves, beside its update.
+    step_s: of an optimizer step beside updates.
     """
 
     drive_bytes_per_s: float
@@ -47,6 +48,7 @@ class Costs:
     update_s_per_element: float = 0.0
     copy_s_per_byte: float = 0.0
     use_s: float = 0.0
+    chunk_s: float = 0.0
     step_s: float = 0.0
 
     def __post_init__(self) -> None:

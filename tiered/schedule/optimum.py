@@ -61,10 +61,13 @@ def gap(shape: Shape, costs: Costs, *, steps: int = 1) -> tuple[float, float]:
 
 def uses(shape: Shape, costs: Costs) -> tuple[Use, ...]:
     """Of a forward and a backward, and the step behind them."""
-    order = [Use(index, group.forward_s + costs.use_s) for index, group in enumerate(shape.groups)]
+    order = []
+    for index, group in enumerate(shape.groups):
+        order.append(Use(index, group.forward_s + (costs.use_s if group.page_bytes else 0.0)))
     for index, group in reversed(list(enumerate(shape.groups))):
         page = index if group.in_backward else None
-        order.append(Use(page, group.backward_s + (costs.use_s if group.in_backward else 0.0)))
+        moves = group.in_backward and group.page_bytes
+        order.append(Use(page, group.backward_s + (costs.use_s if moves else 0.0)))
     return (*order, Use(None, costs.step_s))
 
 

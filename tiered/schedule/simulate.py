@@ -26,19 +26,21 @@ from tiered.schedule.trace import Phase
 from tiered.schedule.updates import Chunk, Updates
 from tiered.stats import Meter
 
-_STEPS, _LAST = 24, 5  # steps of a prediction, and those of which it gives the median
+_STEPS, _BALANCED = 8, 24  # steps of a prediction, and of one in which a share has to be found first
+_LAST = 5  # of them: it gives the median
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
     """What a simulated step took, in seconds, with what of it was in forward, in backward and in the step's own call;
-    of all, seconds waited for the drive, and bytes that it moved."""
+    of all, seconds waited for the drive, those of them in the step's own call, and bytes that it moved."""
 
     seconds: float
     forward_s: float
     backward_s: float
     step_s: float
     waited_s: float
+    step_waited_s: float
     moved_bytes: float
 
 
@@ -156,6 +158,7 @@ class Simulation:
             backward_s=backward - forward,
             step_s=clock.now - backward,
             waited_s=clock.waited - waited,
+            step_waited_s=clock.waited - waited_backward,
             moved_bytes=clock.moved - moved,
         )
 
@@ -164,7 +167,7 @@ class Simulation:
         page.pins += 1
         self.executor.use(page, Phase.FORWARD)
         self.bring_up_to_date(page)
-        self.clock.work(page.group.forward_s + self._costs.use_s)
+        self.clock.work(page.group.forward_s + self._use_s(page))
         page.pins -= 1
 
     def backward(self, page: SimulatedPage) -> None:
@@ -172,7 +175,7 @@ class Simulation:
         group = page.group
         if group.in_backward:
             self.executor.touch(page, Phase.BACKWARD)
-            self.clock.work(self._costs.use_s)
+            self.clock.work(self._use_s(page))
         for number in range(max(group.gradients, 1)):
             self.clock.work(group.backward_s / max(group.gradients, 1))
             if self.shape.overlap == "backward":
@@ -203,6 +206,9 @@ class Simulation:
             self._lazy = early
         self.executor.stepped()
 
+    def _use_s(self, page: SimulatedPage) -> float:
+        return self._costs.use_s if page.nbytes else 0.0
+
     # --- lazy updates ---
 
     def hand_over(self, page: SimulatedPage) -> None:
@@ -223,7 +229,8 @@ class Simulation:
 
     def computed(self, chunk: Chunk) -> None:
         """A chunk's bytes are there: update them."""
-        self.clock.work(chunk.elements * self._costs.update_s_per_element)
+        costs = self._costs
+        self.clock.work(chunk.elements * costs.update_s_per_element + (costs.chunk_s if chunk.takes_slot else 0.0))
         if chunk.page is self._handing:
             self.copied(chunk)
 
@@ -270,6 +277,7 @@ class Simulation:
 def predict(shape: Shape, costs: Costs) -> StepTime:
     """A steady training step: of the last ones of a simulated run, that of the median time."""
     run = Simulation(shape, costs)
-    steps = [run.step() for _ in range(_STEPS)][-_LAST:]
+    balanced = shape.overlap == "backward" and shape.early_share is None
+    steps = [run.step() for _ in range(_BALANCED if balanced else _STEPS)][-_LAST:]
     middle = statistics.median_low(step.seconds for step in steps)
     return next(step for step in steps if step.seconds == middle)
