@@ -15,10 +15,9 @@ import torch
 from tiered.optim import pipeline, resident, update
 from tiered.optim.crossing import Crossing
 from tiered.optim.early import EarlyUpdate, work
-from tiered.optim.lazy import LazyUpdate, waits
+from tiered.optim.lazy import LazyUpdate, on_a_drive, waits
 from tiered.optim.plan import StepPlan, within
 from tiered.optim.slots import Chunk
-from tiered.store.tier import Tier
 from tiered.zero.model import ShardedModel
 
 
@@ -58,23 +57,25 @@ def apply(
 
     model.before_step()
     kept, slots = early.keep(plan, grad_scale) if early is not None else ([], None)
-    here = [g for g in here if g not in kept]
+    done = {g.index for g in kept}
+    here = [g for g in here if g.index not in done]
     lazily = not apart and model.config.overlap not in ("none", "prefetch")
     later = [g for g in here if lazily and waits(g) and not model.grads[g.index].viewed()]
-    now = [g for g in here if g not in later]
-    lazy, shared = None, []
-    if later or slots is not None:  # what has to be moved now goes through the same slots
-        shared = [g for g in now if any(block.home is Tier.NVME for block in g.blocks.values())]
-        coming = work(model, [*shared, *later])
-        if slots is not None and not slots.serves(coming):  # groups have begun to train since
-            slots.__exit__()
-            slots = None
-        lazy = LazyUpdate(model, coming, change, step.updated, kept=kept, slots=slots)
+    waiting = {g.index for g in later}
+    now = [g for g in here if g.index not in waiting]
+    lazy = None
     try:
-        if lazy is not None:
+        if later or slots is not None:  # what has to be moved now goes through the same slots
+            shared = [g for g in now if on_a_drive(g)]
+            coming = work(model, [*shared, *later])
+            if slots is not None and not slots.serves(coming):  # groups have begun to train since
+                slots.__exit__()
+                slots = None
+            lazy = LazyUpdate(model, coming, change, step.updated, kept=kept, slots=slots)
             for group in shared:
                 lazy.compute(group)
-        for part in step.parts([g for g in now if g not in shared]):
+            now = [g for g in now if not on_a_drive(g)]
+        for part in step.parts(now):
             run = pipeline.Run(model.runtime.store, model.runtime.meter, work(model, part), change, step.updated)
             run.finish()
         begin()

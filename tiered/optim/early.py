@@ -62,12 +62,7 @@ class Stepping(Protocol):
 class EarlyUpdate:
     """See the file's contract; `ShardedModel.early`, and `GroupGrads.follower` of the groups it may be for."""
 
-    def __init__(
-        self,
-        model: ShardedModel,
-        optimizer: Stepping,
-        homes: Mapping[int, ParamHome],
-    ) -> None:
+    def __init__(self, model: ShardedModel, optimizer: Stepping, homes: Mapping[int, ParamHome]) -> None:
         """optimizer: not held. homes: of its parameters, by their id."""
         self._model = model
         self._store = model.runtime.store
@@ -77,6 +72,7 @@ class EarlyUpdate:
         self._balance = Balance()
         self._members: dict[int, list[Member]] = {}  # of each group, in this step
         self._groups: dict[int, ParamGroup] = {}
+        self._whole = 0  # elements of all of them
         self._arrivals: collections.Counter[int] = collections.Counter()  # gradients by group, since the last step
         self._last: Mapping[int, int] = {}  # likewise, in the step before
         self._run: pipeline.Run | None = None
@@ -101,6 +97,7 @@ class EarlyUpdate:
             if self._possible(group):
                 self._groups[group.index] = group
                 self._model.grads[group.index].follower = self
+        self._whole = sum(group.spec.shard_numel for group in self._groups.values())
 
     def _possible(self, group: ParamGroup) -> bool:
         written = _written(group)
@@ -142,8 +139,7 @@ class EarlyUpdate:
             model.lazy.finish()
         if model.failure is not None or group.index in self._planned or not self._fit(group):
             return
-        total = sum(each.spec.shard_numel for each in self._groups.values())
-        if self._elements + group.spec.shard_numel > self._balance.share * total:
+        if self._elements + group.spec.shard_numel > self._balance.share * self._whole:
             return
         if self._run is None and not self._begin():
             self._closed = True

@@ -37,7 +37,12 @@ def waits(group: ParamGroup) -> bool:
     beside; and nobody holds a view of its values, who would see them change later than they should."""
     if group.runtime.several or group.resident or group.buffer.exported():
         return False
-    return not group.runtime.in_place or any(block.home is Tier.NVME for block in group.blocks.values())
+    return not group.runtime.in_place or on_a_drive(group)
+
+
+def on_a_drive(group: ParamGroup) -> bool:
+    """Something of the group has its home there."""
+    return any(block.home is Tier.NVME for block in group.blocks.values())
 
 
 class LazyUpdate:
